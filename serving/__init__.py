@@ -1,0 +1,1 @@
+"""Replay of request traces against measured tables, sizing and capacity planning."""

@@ -1,0 +1,7 @@
+"""Commands of `python -m serving`, one file each."""
+
+SUMMARIES = {
+    "compare": "Compare a simulated run with a recorded one, request by request.",
+    "plan": "What fits where: weights, KV cache and placements.",
+    "replay": "Replay a trace on a cluster (the default command).",
+}
