@@ -1,0 +1,42 @@
+"""What one scheduler iteration asks of the hardware, and what it costs: the contract between scheduler and cost model."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """One rank's batch of one step.
+
+    prefills: (chunk_tokens, context_tokens) per request that has more than one token scheduled or whose prompt is
+    not finished: new tokens, and tokens already in its KV cache before them.
+    decode_requests: requests with one scheduled token behind a finished prompt.
+    decode_kv_sum_tokens, decode_kv_max_tokens: keys visible to those tokens, the token itself included.
+    decode_kv_capped_sum_tokens: sum over decode requests of min(keys, attended cap of the model); equal to
+    decode_kv_sum_tokens where attention has no cap.
+    sampled_sequences: requests that emit a token in this step (rows of the head and the sampler).
+    """
+
+    prefills: tuple[tuple[int, int], ...]
+    decode_requests: int
+    decode_kv_sum_tokens: int
+    decode_kv_max_tokens: int
+    decode_kv_capped_sum_tokens: int
+    sampled_sequences: int
+
+    @property
+    def tokens(self) -> int:
+        return sum(chunk for chunk, _ in self.prefills) + self.decode_requests
+
+
+class StepCost(Protocol):
+    """Prices steps. Implementations are pure: equal shapes cost equal time."""
+
+    def step_ns(self, shapes: Sequence[StepShape | None]) -> int:
+        """Nanoseconds of one lockstep step of a data-parallel group, one shape per rank.
+
+        None marks a rank without work, which runs a dummy batch of one token. A group of one engine passes one
+        shape. Raises CoverageError when a shape lies outside the tables and extrapolation was not asked for.
+        """
+        ...
