@@ -1,0 +1,1 @@
+"""Who runs a kernel: one module per engine (`create(options) -> Engine`); see base.py."""

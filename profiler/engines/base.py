@@ -1,0 +1,181 @@
+"""What an engine is: something that runs shots on a device and says which kernel took how long."""
+
+import importlib
+import pkgutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from profiler.core.errors import unknown
+from profiler.core.shots import Fill, MoeBatch, Regime, Shot
+from profiler.core.types import Category, ModelSpec
+
+__all__ = [
+    "Binding",
+    "Engine",
+    "EngineInfo",
+    "EngineOptions",
+    "Fill",
+    "KernelSample",
+    "MoeBatch",
+    "Regime",
+    "Rule",
+    "Shot",
+    "ShotResult",
+    "create_engine",
+    "find_binding",
+    "known_engines",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """What to start an engine with. Every engine module has `create(options) -> Engine`.
+
+    model: canonical name; config: the raw HF configuration as stored (nested stays nested); spec: the whole model.
+    hardware: canonical GPU name, already checked against the card. tp: tensor-parallel degree whose per-rank shapes
+    are emulated on the one card. ep_degrees: expert slices that moe shots will ask for. block_tokens: None lets the
+    engine choose. max_model_len and the batch limits are those that the shots respect.
+    """
+
+    model: str
+    config: Mapping[str, Any]
+    spec: ModelSpec
+    hardware: str
+    tp: int
+    ep_degrees: tuple[int, ...]
+    kv_cache_dtype: str
+    block_tokens: int | None
+    max_model_len: int
+    max_num_batched_tokens: int
+    max_num_seqs: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What ran, recorded in the bundle. All values are plain JSON (str, int, float, bool, None, list, dict).
+
+    versions: package -> version. gpu: name, driver, clocks, power. kv: layout, block_tokens, caches (a list of
+    {name, bytes_per_token_layer}) and tokens, the number of KV tokens that fit, or None when there is no limit.
+    weights: weight format that was really run ("bf16", "fp8"). layer_kinds: `LayerKind.name` of every layer of the
+    stack that one forward pass runs, in order. whole_forward: a shot runs the whole stack, so shots with equal
+    batches are run once for all their tables; False when each component is run on its own.
+    settings: anything else that changes times (attention backend, environment, score distribution).
+    """
+
+    name: str
+    versions: Mapping[str, str]
+    gpu: Mapping[str, Any]
+    kv: Mapping[str, Any]
+    weights: str
+    layer_kinds: tuple[str, ...]
+    whole_forward: bool
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class KernelSample:
+    """One kernel under one module in one repeat of one shot.
+
+    module: dotted path of the innermost module that launched it ("model.layers.3.self_attn.indexer"), "" when none.
+    kernel: CUDA kernel or operator name. duration_us: GPU time summed over its `launches` in that module and repeat,
+    launch gaps excluded.
+    """
+
+    shot_index: int
+    repeat: int
+    module: str
+    kernel: str
+    duration_us: float
+    launches: int
+
+
+@dataclass(frozen=True, slots=True)
+class ShotResult:
+    """Everything measured for one shot; `failure` holds the reason (and samples may be empty) when it did not run."""
+
+    shot_index: int
+    samples: tuple[KernelSample, ...]
+    failure: str | None = None
+
+
+class Engine(Protocol):
+    """Runs shots. Created by its module's `create(options)`, which raises AcquisitionError when it cannot start."""
+
+    def info(self) -> EngineInfo: ...
+
+    def run(self, shots: Sequence[Shot], warmup: int, repeats: int) -> Iterator[ShotResult]:
+        """Yields one result per shot, as soon as it is complete, in any order.
+
+        Each shot is run `warmup` times untimed and `repeats` times timed. A shot that fails (out of memory, no
+        kernel) yields its failure and the run goes on; when the device is lost, the remaining shots fail too.
+        """
+        ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Binds kernels to a component. The first rule whose patterns both match (re.search) wins.
+
+    module, kernel: regular expressions. name and category: the component, "" standing for the kernel's own name;
+    category None means that the kernel is known and deliberately outside the tables, with the reason in `name`
+    ("input copies").
+    regimes: shots that the rule applies to; empty is all of them.
+    """
+
+    module: str
+    kernel: str
+    category: Category | None
+    name: str
+    regimes: tuple[Regime, ...] = ()
+
+
+class Binding(Protocol):
+    """How one engine's modules and kernels map to components: a module of profiler/engines/bindings.
+
+    FUSED: component -> the component whose kernels also do its work; its rows carry zero time, and meta.yaml says so.
+    """
+
+    FUSED: Mapping[str, str]
+
+    def matches(self, info: EngineInfo) -> bool: ...
+
+    def rules(self, spec: ModelSpec) -> Sequence[Rule]: ...
+
+
+_PACKAGE = "profiler.engines"
+
+
+def known_engines() -> tuple[str, ...]:
+    """Engine names: modules of this package with the suffix `_engine` removed."""
+    package = importlib.import_module(_PACKAGE)
+    names = (m.name for m in pkgutil.iter_modules(package.__path__) if not m.ispkg and m.name != "base")
+    return tuple(sorted(name.removesuffix("_engine") for name in names))
+
+
+def create_engine(name: str, options: EngineOptions) -> Engine:
+    """Starts an engine. Raises ConfigError for an unknown name, AcquisitionError when it cannot run here."""
+    if name not in known_engines():
+        raise unknown("engine", name, known_engines())
+    try:
+        module = importlib.import_module(f"{_PACKAGE}.{name}_engine")
+    except ModuleNotFoundError as error:
+        if error.name != f"{_PACKAGE}.{name}_engine":
+            raise
+        module = importlib.import_module(f"{_PACKAGE}.{name}")
+    engine: Engine = module.create(options)
+    return engine
+
+
+def find_binding(info: EngineInfo) -> Binding:
+    """The binding whose `matches` accepts what ran. Raises ConfigError naming the bindings when none does."""
+    package = importlib.import_module(f"{_PACKAGE}.bindings")
+    names = sorted(m.name for m in pkgutil.iter_modules(package.__path__))
+    for name in names:
+        binding: Any = importlib.import_module(f"{_PACKAGE}.bindings.{name}")
+        if binding.matches(info):
+            found: Binding = binding
+            return found
+    raise unknown("binding for engine", f"{info.name} {dict(info.versions)}", names)
