@@ -1,0 +1,409 @@
+"""Bundles: one folder of measured tables per hardware, model and variant, with its provenance.
+
+    <root>/<hardware>/<org>/<model>/<variant>/meta.yaml
+                                              tp<N>/<category>.csv
+
+A bundle is written whole into a temporary sibling folder and then takes the place of the old one, so a killed writer
+never leaves a half-written table behind. Every CSV is listed in `meta.yaml` with its sha256 and its row count, and is
+checked against both on reading. Columns are those of `profiler/core/tables.py`, exactly.
+"""
+
+import csv
+import io
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, get_args
+
+import yaml
+
+from profiler.core.errors import ConfigError, ContractError, CoverageError, unknown
+from profiler.core.load import read_mapping, read_text, sha256_of
+from profiler.core.tables import COST_COLUMNS, KEY_COLUMNS, columns
+from profiler.core.types import Category
+
+SCHEMA_VERSION = 1
+PROVENANCES = ("measured", "imported", "projected", "computed")
+CONTRACTS = ("serving", "replay")
+CATEGORIES: tuple[Category, ...] = get_args(Category)
+
+# What a bundle says about itself. `files` is added by the writer.
+REQUIRED_META = (
+    "schema_version", "provenance", "hardware", "gpu", "engine", "model", "model_config_sha256", "variant", "weights",
+    "kv", "contract", "attended_cap_tokens", "protocol", "grid", "measured_at", "command",
+)  # fmt: skip
+# What two acquisitions may differ in and still share one bundle.
+_PER_ACQUISITION = ("grid", "measured_at", "command", "files")
+
+_TEXT_COLUMNS = ("layer", "kernel")
+# Under realistic routing these two are averages over layers or repeats, hence not integers.
+_REAL_COLUMNS = ("activated_experts", "local_pairs")
+
+Value = str | int | float
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """One CSV: `columns` maps a column name to its values, all of one length, rows sorted by their key columns.
+
+    Text columns hold str, token and request counts int, times and averages float; an unknown spread is nan.
+    """
+
+    category: Category
+    columns: Mapping[str, tuple[Value, ...]]
+
+    def __len__(self) -> int:
+        return len(self.columns["time_us"])
+
+    def rows(self) -> Iterator[tuple[Value, ...]]:
+        return zip(*self.columns.values(), strict=True)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The distinct components (first column) in their order of appearance."""
+        return tuple(dict.fromkeys(str(name) for name in self.columns[KEY_COLUMNS[self.category][0]]))
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """A bundle in memory. `tables` is keyed by (tp, category)."""
+
+    path: Path
+    meta: Mapping[str, Any]
+    tables: Mapping[tuple[int, Category], Table]
+
+    @property
+    def tps(self) -> tuple[int, ...]:
+        return tuple(sorted({tp for tp, _ in self.tables}))
+
+    def table(self, tp: int, category: Category) -> Table:
+        """The table of one tensor-parallel degree. Raises CoverageError naming the tables that exist."""
+        found = self.tables.get((tp, category))
+        if found is None:
+            have = ", ".join(f"tp{t}/{c}" for t, c in sorted(self.tables)) or "none"
+            raise CoverageError(
+                f"{self.path}: no table tp{tp}/{category}; the bundle has {have}. "
+                f"Measure it with: {self.profile_command(tp, category)}"
+            )
+        return found
+
+    def profile_command(self, tp: int, category: Category, extra: str = "") -> str:
+        """The command that would measure a table of this bundle."""
+        command = (
+            f"python -m profiler profile {self.meta['model']} --hardware {self.meta['hardware']} --tp {tp} "
+            f"--categories {category}"
+        )
+        return f"{command} {extra}".rstrip()
+
+
+def make_table(category: Category, rows: Iterable[Sequence[Value]], where: str = "table") -> Table:
+    """A table from rows in column order, sorted by key.
+
+    Raises ConfigError, naming `where` and the row's number counted from 1, for a wrong number of fields, a value that
+    its column does not allow, or a key that appears twice.
+    """
+    return _table(category, enumerate(rows, start=1), where, " row ")
+
+
+def _table(category: Category, rows: Iterable[tuple[int, Sequence[Value]]], where: str, joint: str) -> Table:
+    if category not in KEY_COLUMNS:
+        raise unknown("table category", category, CATEGORIES)
+    names = columns(category)
+    width = len(KEY_COLUMNS[category])
+    seen: dict[tuple[Value, ...], tuple[Value, ...]] = {}
+    for number, row in rows:
+        at = f"{where}{joint}{number}"
+        if len(row) != len(names):
+            raise ConfigError(f"{at}: {len(row)} fields, {len(names)} needed: {','.join(names)}")
+        values = tuple(_value(name, cell, at) for name, cell in zip(names, row, strict=True))
+        key = values[:width]
+        if key in seen:
+            raise ConfigError(f"{at}: the key {', '.join(map(str, key))} appears twice")
+        seen[key] = values
+    ordered = [seen[key] for key in sorted(seen)]
+    cells = zip(*ordered, strict=True) if ordered else [()] * len(names)
+    return Table(category, MappingProxyType(dict(zip(names, map(tuple, cells), strict=True))))
+
+
+def _value(name: str, cell: Value, at: str) -> Value:
+    if name in _TEXT_COLUMNS:
+        if not isinstance(cell, str) or not cell or cell != cell.strip():
+            raise ConfigError(f"{at}: {name} must be a name, found {cell!r}")
+        return cell
+    if name in COST_COLUMNS or name in _REAL_COLUMNS:
+        return _real(name, cell, at)
+    try:
+        number = int(cell)
+    except ValueError:
+        number = -1
+    if isinstance(cell, float) or number < 0:
+        raise ConfigError(f"{at}: {name} must be an integer of at least 0, found {cell!r}")
+    return number
+
+
+def _real(name: str, cell: Value, at: str) -> float:
+    if name == "spread_rel" and cell == "":
+        return math.nan
+    try:
+        number = float(cell)
+    except ValueError:
+        number = math.inf
+    if name == "spread_rel" and math.isnan(number):
+        return number
+    if not math.isfinite(number) or number < 0 or (name == "time_us" and number == 0):
+        legal = "a positive number" if name == "time_us" else "a number of at least 0"
+        raise ConfigError(f"{at}: {name} must be {legal}, found {cell!r}")
+    return number
+
+
+def _cell(value: Value) -> str:
+    if isinstance(value, float):
+        if math.isnan(value):
+            return ""
+        return str(int(value)) if value.is_integer() else repr(value)
+    return str(value)
+
+
+def table_text(table: Table) -> str:
+    """The CSV form of a table, header included; equal tables give equal bytes."""
+    stream = io.StringIO()
+    writer = csv.writer(stream, lineterminator="\n")
+    writer.writerow(table.columns)
+    writer.writerows([_cell(value) for value in row] for row in table.rows())
+    return stream.getvalue()
+
+
+def read_table(path: Path, category: Category) -> Table:
+    """A CSV of the native columns. Raises ConfigError naming file and line when it is malformed."""
+    lines = csv.reader(io.StringIO(read_text(path)))
+    header = next(lines, [])
+    if tuple(header) != columns(category):
+        extra = [name for name in header if name not in columns(category)]
+        missing = [name for name in columns(category) if name not in header]
+        trouble = f"unknown columns {extra}" if extra else f"missing columns {missing}" if missing else "wrong order"
+        raise ConfigError(f"{path}:1: {trouble}; the header must be {','.join(columns(category))}")
+    try:
+        return _table(category, ((lines.line_num, row) for row in lines), str(path), ":")
+    except csv.Error as error:
+        raise ConfigError(f"{path}:{lines.line_num}: not a CSV row: {error}") from None
+
+
+def table_path(tp: int, category: Category) -> str:
+    return f"tp{tp}/{category}.csv"
+
+
+def _settled(path: Path) -> Path:
+    """The folder to read: the bundle, or the copy set aside by a writer that was killed between its two renames."""
+    aside = path.with_name(f".{path.name}.old")
+    return path if path.exists() or not aside.is_dir() else aside
+
+
+def _replace_folder(new: Path, target: Path) -> None:
+    if not target.exists():
+        new.rename(target)
+        return
+    aside = target.with_name(f".{target.name}.old")
+    if aside.exists():
+        shutil.rmtree(aside)
+    target.rename(aside)
+    new.rename(target)
+    shutil.rmtree(aside)
+
+
+def write_bundle(
+    root: Path,
+    meta: Mapping[str, Any],
+    tables: Mapping[tuple[int, Category], Table],
+    force: bool = False,
+) -> Path:
+    """Writes `<root>/<hardware>/<model>/<variant>` and returns that folder.
+
+    `meta` holds REQUIRED_META (and what else the writer wants to tell); `files` is filled in here. Where the bundle
+    exists already, the new tables are added to it when its meta agrees in everything but grid, time and command. A
+    table that exists, or a meta that disagrees, is refused with ConfigError unless `force` is given: then the table is
+    replaced, or the whole bundle is written anew when the meta disagrees.
+    """
+    check_meta(meta, "new bundle")
+    if not tables:
+        raise ConfigError("a bundle needs at least one table")
+    target = root / str(meta["hardware"]) / str(meta["model"]) / str(meta["variant"])
+    aside = target.with_name(f".{target.name}.old")
+    if not target.exists() and aside.is_dir():
+        aside.rename(target)
+    merged_meta, merged = dict(meta), dict(tables)
+    kept_files: dict[str, Any] = {}
+    if target.exists():
+        kept_files, kept, kept_grid = _kept(target, meta, tables, force)
+        merged = {**kept, **merged}
+        merged_meta["grid"] = {**kept_grid, **meta["grid"]}
+    target.parent.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp"))
+    try:
+        folder.chmod(0o755)
+        files: dict[str, Any] = {}
+        for (tp, category), table in sorted(merged.items()):
+            name = table_path(tp, category)
+            _write(folder / name, table_text(table))
+            own = {"sha256": sha256_of(folder / name), "rows": len(table)}
+            when = {"measured_at": meta["measured_at"], "command": meta["command"]}
+            files[name] = own | (when if (tp, category) in tables else kept_files[name])
+        merged_meta["files"] = files
+        _write(
+            folder / "meta.yaml", yaml.safe_dump(_plain(merged_meta), sort_keys=False, allow_unicode=True, width=120)
+        )
+        _replace_folder(folder, target)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    return target
+
+
+def _kept(
+    target: Path, meta: Mapping[str, Any], tables: Mapping[tuple[int, Category], Table], force: bool
+) -> tuple[dict[str, Any], dict[tuple[int, Category], Table], dict[str, Any]]:
+    old = read_bundle(target)
+    disagree = [key for key in REQUIRED_META if key not in _PER_ACQUISITION and old.meta.get(key) != _plain(meta[key])]
+    if disagree and force:
+        return {}, {}, {}
+    if disagree:
+        lines = "; ".join(f"{key}: {old.meta.get(key)!r} there, {meta[key]!r} now" for key in disagree)
+        raise ConfigError(f"{target}: exists with other settings ({lines}). --force writes it anew.")
+    twice = sorted(table_path(*key) for key in tables if key in old.tables)
+    if twice and not force:
+        raise ConfigError(f"{target}: has {', '.join(twice)} already. --force replaces them.")
+    stamps = {
+        name: {key: entry[key] for key in ("measured_at", "command") if key in entry}
+        for name, entry in old.meta["files"].items()
+    }
+    return stamps, dict(old.tables), dict(old.meta["grid"])
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(exist_ok=True)
+    with path.open("w", encoding="utf-8", newline="") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _plain(value: Any) -> Any:
+    """Mappings and sequences as the dicts and lists that YAML gives back."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value
+
+
+def check_meta(meta: Mapping[str, Any], where: str) -> None:
+    """Raises ConfigError naming `where` and the key that is missing or has an illegal value."""
+    missing = [key for key in REQUIRED_META if key not in meta]
+    if missing:
+        raise ConfigError(f"{where}: meta has no {', '.join(missing)}")
+    if meta["schema_version"] != SCHEMA_VERSION:
+        raise ConfigError(f"{where}: schema_version {meta['schema_version']!r}, this version reads {SCHEMA_VERSION}")
+    for key, legal in (("provenance", PROVENANCES), ("contract", CONTRACTS)):
+        if meta[key] not in legal:
+            raise ConfigError(f"{where}: {key} is {meta[key]!r}, must be one of {', '.join(legal)}")
+    for key in ("hardware", "model", "variant"):
+        parts = str(meta[key]).split("/")
+        if not all(parts) or any(part.startswith(".") or "\\" in part for part in parts):
+            raise ConfigError(f"{where}: {key} {meta[key]!r} cannot name a folder")
+    for key in ("gpu", "engine", "kv", "protocol", "grid"):
+        if not isinstance(meta[key], Mapping):
+            raise ConfigError(f"{where}: {key} must be a mapping, found {type(meta[key]).__name__}")
+    _check_kv(meta["kv"], where)
+
+
+def _check_kv(kv: Mapping[str, Any], where: str) -> None:
+    missing = [key for key in ("layout", "block_tokens", "caches") if key not in kv]
+    if missing:
+        raise ConfigError(f"{where}: kv has no {', '.join(missing)}")
+    for cache in kv["caches"]:
+        if not isinstance(cache, Mapping) or not {"name", "bytes_per_token_layer"} <= cache.keys():
+            raise ConfigError(f"{where}: kv.caches lists name and bytes_per_token_layer of each cache, found {cache!r}")
+
+
+def read_bundle(path: Path) -> Bundle:
+    """Reads a bundle folder, ours or one of the formats of `profiler/formats`.
+
+    Raises ConfigError for a missing or malformed file (file and line) and ContractError when a CSV differs from the
+    sha256 or row count that its meta.yaml records.
+    """
+    folder = _settled(path)
+    meta_path = folder / "meta.yaml"
+    meta = read_mapping(meta_path)
+    if "schema_version" not in meta:
+        from profiler.formats import read_foreign
+
+        return read_foreign(folder, meta)
+    check_meta(meta, str(meta_path))
+    if not isinstance(meta.get("files"), Mapping) or not meta["files"]:
+        raise ConfigError(f"{meta_path}: lists no files")
+    tables = {}
+    for name, entry in meta["files"].items():
+        tp, category = _parse_table_path(str(name), meta_path)
+        tables[tp, category] = _checked_table(folder / name, category, entry, meta_path)
+    return Bundle(path, MappingProxyType(meta), MappingProxyType(tables))
+
+
+def _parse_table_path(name: str, meta_path: Path) -> tuple[int, Category]:
+    folder, _, file = name.partition("/")
+    tp, category = folder.removeprefix("tp"), file.removesuffix(".csv")
+    if tp.isdecimal() and category in CATEGORIES and name == f"tp{int(tp)}/{category}.csv":
+        return int(tp), category
+    raise ConfigError(f"{meta_path}: files names {name!r}; tables are tp<N>/<category>.csv of {', '.join(CATEGORIES)}")
+
+
+def _checked_table(path: Path, category: Category, entry: Any, meta_path: Path) -> Table:
+    if not isinstance(entry, Mapping) or not {"sha256", "rows"} <= entry.keys():
+        raise ConfigError(f"{meta_path}: files must give sha256 and rows of {path.name}")
+    if not path.is_file():
+        raise ContractError(f"{path}: listed in meta.yaml but missing")
+    if sha256_of(path) != entry["sha256"]:
+        # A malformed file is named by its line; one that still parses was edited.
+        table = read_table(path, category)
+        raise ContractError(
+            f"{path}: its contents differ from the sha256 in meta.yaml ({len(table)} rows, {entry['rows']} recorded): "
+            "it was truncated or edited. Measure it again, or restore the file."
+        )
+    table = read_table(path, category)
+    if len(table) != entry["rows"]:
+        raise ContractError(f"{path}: {len(table)} rows, meta.yaml records {entry['rows']}")
+    return table
+
+
+def variants(root: Path, hardware: str, model: str) -> tuple[str, ...]:
+    """The variants that exist of a model on a GPU, sorted."""
+    folder = root / hardware / model
+    if not folder.is_dir():
+        return ()
+    names = {path.parent.name for path in folder.glob("*/meta.yaml")}
+    aside = {name.removeprefix(".").removesuffix(".old") for name in names if name.endswith(".old")}
+    return tuple(sorted({name for name in names if not name.startswith(".")} | aside))
+
+
+def find_bundle(root: Path, hardware: str, model: str, variant: str | None = None) -> Path:
+    """The folder of a bundle.
+
+    Raises CoverageError that lists what exists, or ConfigError when a variant must be chosen or is unknown.
+    """
+    if not root.is_dir():
+        raise ConfigError(f"{root}: no such folder of bundles")
+    found = variants(root, hardware, model)
+    if not found:
+        there = sorted({str(path.parents[1].relative_to(root)) for path in root.glob("*/*/*/*/meta.yaml")})
+        raise CoverageError(
+            f"no bundle of {model} on {hardware} under {root}. Bundles there: {', '.join(there) or 'none'}. "
+            f"Measure one with: python -m profiler profile {model} --hardware {hardware}"
+        )
+    if variant is None and len(found) > 1:
+        raise ConfigError(f"{model} on {hardware} has the variants {', '.join(found)}: name one")
+    if variant is not None and variant not in found:
+        raise unknown(f"variant of {model} on {hardware}", variant, found)
+    return root / hardware / model / (variant or found[0])
