@@ -1,0 +1,335 @@
+"""The vLLM engine: runs shots inside a real vLLM worker and times its kernels with the CUDA profiler."""
+
+import importlib.metadata
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from profiler.core.errors import AcquisitionError
+from profiler.core.shots import Shot
+from profiler.core.stack import shard_config, shrink
+from profiler.engines.base import EngineInfo, EngineOptions, KernelSample, ShotResult
+from profiler.engines.vllm_support import batches, boot, experts, jit, state, trace
+
+SHOTS_PER_TRACE = 6
+JIT_WORKERS_VARIABLE = "SPARSIGHT_JIT_WORKERS"
+UTILIZATION = 0.80
+
+
+def create(options: EngineOptions) -> "VllmEngine":
+    try:
+        version = importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        raise AcquisitionError("the vllm engine needs the vllm package: pip install 'sparsight[vllm]'") from None
+    boot.check_version(version)
+    boot.set_environment()
+    return VllmEngine(options, version)
+
+
+class VllmEngine:
+    """One vLLM engine on one GPU, kept for all shots."""
+
+    def __init__(self, options: EngineOptions, version: str) -> None:
+        import torch
+
+        if not torch.cuda.is_available():
+            raise AcquisitionError("the vllm engine needs a CUDA device, none is visible")
+        self._options = options
+        self._version = version
+        config = shard_config(shrink(dict(options.config)).config, options.tp)
+        workers = int(os.environ.get(JIT_WORKERS_VARIABLE, "0"))
+        if workers and "quantization_config" in config:
+            _compile_ahead(config, options, workers)
+        started = time.monotonic()
+        self._boot = boot.boot(
+            config,
+            max_model_len=options.max_model_len,
+            max_num_batched_tokens=options.max_num_batched_tokens,
+            max_num_seqs=options.max_num_seqs,
+            kv_cache_dtype=options.kv_cache_dtype,
+            block_tokens=options.block_tokens,
+            utilization=UTILIZATION,
+        )
+        print(f"engine started in {time.monotonic() - started:.0f} s", file=sys.stderr)
+        self._randomised = state.randomise_weights(self._boot.model)
+        state.randomise_caches(dict(self._boot.kv_caches))
+        self._annotate()
+        generator = torch.Generator().manual_seed(state.SEED)
+        vocab = int(config.get("vocab_size", 32000))
+        length = options.max_model_len + 8192 * 8
+        self._tokens = torch.randint(0, vocab, (length,), generator=generator, dtype=torch.int32).numpy()
+        self._slices: dict[int, experts.ExpertSlice] = {}
+        self._finished: set[str] = set()
+        self._steps = 0
+
+    def info(self) -> EngineInfo:
+        import torch
+
+        runner = self._boot.runner
+        kinds = tuple(kind.name for kind in self._options.spec.layers[: self._num_layers()])
+        return EngineInfo(
+            name="vllm",
+            versions={
+                "vllm": self._version,
+                "torch": torch.__version__,
+                "cuda": str(torch.version.cuda),
+                **{p: _version(p) for p in ("triton", "flashinfer-python")},
+            },
+            gpu=gpu_facts(),
+            kv={
+                "layout": _layout_name(self._boot.kv_caches),
+                "block_tokens": self._boot.block_tokens,
+                "caches": _cache_facts(self._boot.kv_caches, self._boot.block_tokens),
+                "tokens": (self._boot.num_blocks - 1) * self._boot.block_tokens,
+            },
+            weights=self._options.spec.quantization.weights,
+            layer_kinds=kinds,
+            whole_forward=True,
+            settings={
+                "environment": dict(boot.ENVIRONMENT),
+                "attention_backends": sorted({g.backend.get_name() for group in runner.attn_groups for g in group}),
+                "moe_backend": self._moe_backend(),
+                "linear_kernels": _linear_kernels(self._boot.model),
+                "enforce_eager": True,
+                "model_runner": "v1",
+                "weights": "random normal, fan-in scaled",
+                "index_scores": "random normal, distinct",
+                "routing": "the engine's own router on random hidden states; expert slices by the model's rule",
+                "sampler": "greedy",
+                "max_model_len": self._options.max_model_len,
+                "max_num_batched_tokens": self._options.max_num_batched_tokens,
+                "mla_decode_threshold_tokens": _decode_threshold(runner),
+            },
+        )
+
+    def run(self, shots: Sequence[Shot], warmup: int, repeats: int) -> Iterator[ShotResult]:
+        lost: str | None = None
+        for start in range(0, len(shots), SHOTS_PER_TRACE):
+            window = range(start, min(start + SHOTS_PER_TRACE, len(shots)))
+            if lost:
+                yield from (ShotResult(i, (), lost) for i in window)
+                continue
+            failures: dict[int, str] = {}
+            for index in window:
+                if (failure := self._try(shots[index], warmup)) is not None:
+                    failures[index] = failure
+            good = [i for i in window if i not in failures]
+            samples: dict[int, list[KernelSample]] = defaultdict(list)
+            if good and not (lost := next((f for f in failures.values() if "CUDA error" in f), None)):
+                for index, sample in self._timed(shots, good, repeats, failures):
+                    samples[index].append(sample)
+            for index in window:
+                yield ShotResult(index, tuple(samples.get(index, ())), failures.get(index, lost))
+
+    def close(self) -> None:
+        import torch
+
+        torch.cuda.synchronize()
+
+    def _timed(
+        self, shots: Sequence[Shot], indices: Sequence[int], repeats: int, failures: dict[int, str]
+    ) -> Iterator[tuple[int, KernelSample]]:
+        folder = "/dev/shm" if Path("/dev/shm").is_dir() else None
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            path = Path(scratch, "trace.json")
+            with trace.profiled(path):
+                for index in indices:
+                    for repeat in range(repeats):
+                        try:
+                            with trace.shot_range(index, repeat):
+                                self._step(shots[index])
+                        except Exception as error:
+                            failures[index] = f"{type(error).__name__}: {error}"
+                            break
+            times = trace.kernel_times(trace.read_trace(path))
+        for (index, repeat, module, kernel), (us, launches) in times.items():
+            yield index, KernelSample(index, repeat, module, kernel, us, launches)
+
+    def _try(self, shot: Shot, times: int) -> str | None:
+        import torch
+
+        try:
+            for _ in range(max(1, times)):
+                self._step(shot)
+            torch.cuda.synchronize()
+        except Exception as error:
+            self._boot.runner.execute_model_state = None
+            return f"{type(error).__name__}: {error}"
+        return None
+
+    def _step(self, shot: Shot) -> None:
+        if shot.moe is not None:
+            self._expert_step(shot)
+            return
+        runner = self._boot.runner
+        attention_config = runner.vllm_config.attention_config
+        if hasattr(attention_config, "sparse_mla_force_mqa"):
+            attention_config.sparse_mla_force_mqa = shot.regime == "sparse"
+        placed = batches.place_blocks(shot.requests, self._boot.block_tokens, self._boot.num_blocks)
+        if placed is None:
+            raise AcquisitionError(f"{shot.kv_tokens} KV tokens do not fit into {self._boot.num_blocks} blocks")
+        self._steps += 1
+        output = batches.scheduler_output(shot.requests, placed, self._tokens, self._finished, f"s{self._steps}")
+        self._finished = set(output.num_scheduled_tokens)
+        self._boot.worker.execute_model(output)
+        self._boot.worker.sample_tokens(None)
+
+    def _expert_step(self, shot: Shot) -> None:
+        import torch
+        from vllm.forward_context import set_forward_context
+
+        from profiler.kernels.moe import topk_ids
+
+        assert shot.moe is not None
+        moe = self._options.spec.moe
+        assert moe is not None
+        if shot.moe.ep not in self._slices:
+            from vllm.v1.worker.workspace import unlock_workspace
+
+            unlock_workspace()
+            self._slices[shot.moe.ep] = experts.ExpertSlice(self._routed_experts(), moe.num_experts, shot.moe.ep)
+        ids = torch.as_tensor(topk_ids(self._options.spec, shot.moe)).to(device="cuda", dtype=torch.int32)
+        weights = torch.full(ids.shape, 1.0 / moe.topk, device="cuda", dtype=torch.float32)
+        generator = torch.Generator(device="cuda").manual_seed(shot.moe.seed)
+        hidden = torch.empty(ids.shape[0], self._options.spec.hidden, device="cuda", dtype=torch.bfloat16)
+        hidden.normal_(generator=generator)
+        with (
+            set_forward_context(None, self._boot.runner.vllm_config),
+            torch.profiler.record_function(f"{trace.MODULE_PREFIX}experts.ep{shot.moe.ep}"),
+        ):
+            self._slices[shot.moe.ep](hidden, weights, ids)
+
+    def _routed_experts(self) -> Any:
+        for _, module in self._boot.model.named_modules():
+            if hasattr(module, "w13_weight") and hasattr(module, "quant_method"):
+                return module
+        raise AcquisitionError("no routed experts in the model that vllm built")
+
+    def _moe_backend(self) -> dict[str, str]:
+        if self._options.spec.moe is None:
+            return {}
+        kernel = self._routed_experts().quant_method.moe_kernel
+        return {"1": type(kernel.fused_experts).__name__, **{str(ep): s.backend for ep, s in self._slices.items()}}
+
+    def _num_layers(self) -> int:
+        return int(self._boot.runner.vllm_config.model_config.hf_text_config.num_hidden_layers)
+
+    def _annotate(self) -> None:
+        """Ranges around modules, and around the parts of the attention module that run without a module."""
+        trace.annotate_modules(self._boot.model)
+        for path, module in self._boot.model.named_modules():
+            if hasattr(module, "W_UK_T") and hasattr(module, "_v_up_proj"):
+                trace.annotate_method(module, "_v_up_proj", f"{path}.v_up")
+                for method in ("forward_mqa", "forward_mha", "do_kv_cache_update"):
+                    if hasattr(module.impl, method):
+                        trace.annotate_method(module.impl, method, f"{path}.{method}")
+        runner = self._boot.runner
+        trace.annotate_modules(runner.sampler, "runner.sampler")
+        for method in (
+            "_prepare_inputs",
+            "_build_attention_metadata",
+            "_sample",
+            "_bookkeeping_sync",
+            "_update_states",
+        ):
+            if hasattr(runner, method):
+                trace.annotate_method(runner, method, f"runner.{method.strip('_')}")
+
+
+def _compile_ahead(config: Mapping[str, Any], options: EngineOptions, workers: int) -> None:
+    """Fill the GEMM kernel caches with parallel workers, then wait for them."""
+    tokens = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 512, 768, 1024, 1536, 2048, 3072]
+    tokens += [4096, 6144, 8192, 12288, 16384]
+    tokens = [t for t in tokens if t <= options.max_num_batched_tokens]
+    started = time.monotonic()
+    processes = jit.start_workers(jit.fp8_gemm_shapes(dict(config)), tokens, workers)
+    import vllm  # noqa: F401  (slow to import; done while the workers compile)
+
+    for process in processes:
+        if process.wait() != 0:
+            print("a compile worker failed; the engine compiles what is missing itself", file=sys.stderr)
+    print(f"GEMM kernels compiled in {time.monotonic() - started:.0f} s", file=sys.stderr)
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "absent"
+
+
+def gpu_facts() -> dict[str, Any]:
+    """Name, driver, clocks and power limits of the first GPU as nvidia-smi reports them."""
+    fields = ["name", "driver_version", "memory.total", "clocks.max.sm", "clocks.max.mem", "power.limit", "pstate"]
+    query = subprocess.run(
+        ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if query.returncode != 0:
+        import torch
+
+        return {"name": torch.cuda.get_device_name()}
+    values = [v.strip() for v in query.stdout.splitlines()[0].split(",")]
+    names = [
+        "name",
+        "driver",
+        "memory_total_mib",
+        "max_sm_clock_mhz",
+        "max_memory_clock_mhz",
+        "power_limit_w",
+        "pstate",
+    ]
+    facts: dict[str, Any] = dict(zip(names, values, strict=True))
+    for key in names[2:6]:
+        facts[key] = float(facts[key])
+    return facts
+
+
+def _layout_name(caches: Mapping[str, Any]) -> str:
+    widths = {(cache.dtype.itemsize * cache.shape[-1], cache.dtype.itemsize) for cache in caches.values()}
+    if (656, 1) in widths:
+        return "fp8_ds_mla"
+    if (576, 1) in widths:
+        return "fp8"
+    return "bf16"
+
+
+def _cache_facts(caches: Mapping[str, Any], block_tokens: int) -> list[dict[str, Any]]:
+    """One entry per distinct cache: its bytes per token and layer, measured on the allocated tensors."""
+    seen: dict[str, int] = {}
+    for name, cache in caches.items():
+        role = "indexer" if "indexer" in name or "k_cache" in name else "mla"
+        seen[role] = cache.numel() * cache.dtype.itemsize // (cache.shape[0] * block_tokens)
+    return [{"name": role, "bytes_per_token_layer": size} for role, size in sorted(seen.items())]
+
+
+def _linear_kernels(model: Any) -> dict[str, str]:
+    """Linear layer name -> the kernel class that its quantisation method chose."""
+    found = {}
+    for path, module in model.named_modules():
+        method = getattr(module, "quant_method", None)
+        kernel = getattr(method, "fp8_linear", None)
+        if kernel is not None:
+            found[path.rsplit(".", 1)[-1]] = type(kernel).__name__
+    return found
+
+
+def _decode_threshold(runner: Any) -> int | None:
+    """Longest query that the main attention still runs as a decode."""
+    thresholds = [
+        getattr(builder, "reorder_batch_threshold", None)
+        for group in runner.attn_groups
+        for attention in group
+        for builder in attention.metadata_builders
+        if "Indexer" not in type(builder).__name__
+    ]
+    known = [t for t in thresholds if t]
+    return max(known) if known else None

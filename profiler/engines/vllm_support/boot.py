@@ -1,0 +1,117 @@
+"""Start vLLM in this process on a shrunken stack with dummy weights, and reach its worker and model runner."""
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from profiler.core.errors import AcquisitionError
+
+SUPPORTED_VERSIONS = ("0.26",)
+
+ENVIRONMENT = {
+    # The engine core in this process, so that its worker can be driven shot by shot.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_USE_V2_MODEL_RUNNER": "0",
+    # Shapes are warmed up one by one before they are timed.
+    "VLLM_DEEP_GEMM_WARMUP": "skip",
+    # One stream, so that the times of a layer's kernels add up.
+    "VLLM_DISABLE_SHARED_EXPERTS_STREAM": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+
+@dataclass(frozen=True)
+class Boot:
+    """A running engine. `runner` executes steps; `kv_caches` maps layer name to cache tensor."""
+
+    llm: Any
+    worker: Any
+    runner: Any
+    model: Any
+    num_blocks: int
+    block_tokens: int
+    kv_caches: Mapping[str, Any]
+
+
+def set_environment() -> None:
+    """Variables that vLLM reads on import. Raises AcquisitionError when vLLM was imported with others before."""
+    import sys
+
+    wrong = {k: os.environ.get(k) for k, v in ENVIRONMENT.items() if os.environ.get(k, v) != v}
+    if wrong:
+        raise AcquisitionError(f"these environment variables change what is measured, unset them first: {wrong}")
+    if "vllm" in sys.modules:
+        raise AcquisitionError("vllm was imported before its environment was set; start a fresh process")
+    os.environ.update(ENVIRONMENT)
+
+
+def check_version(version: str) -> None:
+    if not version.startswith(SUPPORTED_VERSIONS):
+        raise AcquisitionError(
+            f"vllm {version}: the module and kernel names of this version are not in the catalog; "
+            f"supported: {', '.join(f'{v}.x' for v in SUPPORTED_VERSIONS)}"
+        )
+
+
+def boot(
+    config: Mapping[str, Any],
+    *,
+    max_model_len: int,
+    max_num_batched_tokens: int,
+    max_num_seqs: int,
+    kv_cache_dtype: str,
+    block_tokens: int | None,
+    utilization: float,
+) -> Boot:
+    """Build the engine from a raw HF config (already shrunk and sharded) written to a temporary folder.
+
+    Raises AcquisitionError with the engine's own message when it does not start.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="sparsight-model-"))
+    (folder / "config.json").write_text(json.dumps(config))
+    import vllm
+
+    try:
+        llm = vllm.LLM(
+            model=str(folder),
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            enable_prefix_caching=False,
+            async_scheduling=False,
+            max_model_len=max_model_len,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_num_seqs=max_num_seqs,
+            kv_cache_dtype=kv_cache_dtype,
+            gpu_memory_utilization=utilization,
+            trust_remote_code=False,
+            **({} if block_tokens is None else {"block_size": block_tokens}),
+        )
+    except Exception as error:
+        raise AcquisitionError(f"vllm did not start: {type(error).__name__}: {error}") from error
+    core = llm.llm_engine.engine_core.engine_core
+    worker = core.model_executor.driver_worker
+    worker = getattr(worker, "worker", worker)
+    runner = worker.model_runner
+    cache_config = runner.vllm_config.cache_config
+    caches = {
+        name: layer.kv_cache
+        for name, layer in runner.vllm_config.compilation_config.static_forward_context.items()
+        if getattr(layer, "kv_cache", None) is not None and layer.kv_cache.numel()
+    }
+    return Boot(
+        llm=llm,
+        worker=worker,
+        runner=runner,
+        model=runner.get_model(),
+        num_blocks=int(runner.kv_cache_config.num_blocks),
+        block_tokens=int(cache_config.block_size),
+        kv_caches=caches,
+    )
