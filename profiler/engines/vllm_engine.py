@@ -13,9 +13,10 @@ from typing import Any
 
 from profiler.core.errors import AcquisitionError
 from profiler.core.shots import Shot
-from profiler.core.stack import shard_config, shrink
+from profiler.core.stack import shrink
 from profiler.engines.base import EngineInfo, EngineOptions, KernelSample, ShotResult
 from profiler.engines.vllm_support import batches, boot, experts, jit, state, trace
+from profiler.engines.vllm_support.overrides import per_rank_config
 
 SHOTS_PER_TRACE = 6
 JIT_WORKERS_VARIABLE = "SPARSIGHT_JIT_WORKERS"
@@ -42,7 +43,8 @@ class VllmEngine:
             raise AcquisitionError("the vllm engine needs a CUDA device, none is visible")
         self._options = options
         self._version = version
-        config = shard_config(shrink(dict(options.config)).config, options.tp)
+        _, shrunk = shrink(options.spec, options.config)
+        config = per_rank_config(shrunk, options.tp)
         workers = int(os.environ.get(JIT_WORKERS_VARIABLE, "0"))
         if workers and "quantization_config" in config:
             _compile_ahead(config, options, workers)
@@ -194,7 +196,7 @@ class VllmEngine:
 
             unlock_workspace()
             self._slices[shot.moe.ep] = experts.ExpertSlice(self._routed_experts(), moe.num_experts, shot.moe.ep)
-        ids = torch.as_tensor(topk_ids(self._options.spec, shot.moe)).to(device="cuda", dtype=torch.int32)
+        ids = torch.as_tensor(topk_ids(moe, shot.moe)).to(device="cuda", dtype=torch.int32)
         weights = torch.full(ids.shape, 1.0 / moe.topk, device="cuda", dtype=torch.float32)
         generator = torch.Generator(device="cuda").manual_seed(shot.moe.seed)
         hidden = torch.empty(ids.shape[0], self._options.spec.hidden, device="cuda", dtype=torch.bfloat16)
