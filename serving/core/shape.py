@@ -1,4 +1,4 @@
-"""What one scheduler iteration asks of the hardware, and what it costs: the contract between scheduler and cost model."""
+"""What one scheduler iteration asks of the hardware, and its cost: the contract of scheduler and cost model."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

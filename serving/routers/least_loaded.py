@@ -1,0 +1,30 @@
+"""The least loaded engine, scored as vLLM's internal load balancer scores data-parallel ranks.
+
+score = max(requests in flight, waiting + running) + 6 * waiting * max(0, KV usage - 0.5), the second term only while
+requests wait. Of equal scores the first wins, counted from a start that moves on by one with every request.
+vLLM reads these counts from reports up to 100 ms old; here they are those of the moment.
+"""
+
+from collections.abc import Sequence
+
+from serving.core.engine import Engine
+from serving.core.loop import Router
+from serving.core.request import Request
+
+
+def create() -> Router:
+    start = 0
+
+    def route(engines: Sequence[Engine], request: Request) -> int:
+        nonlocal start
+        order = range(start, start + len(engines))
+        start = (start + 1) % len(engines)
+        return min((position % len(engines) for position in order), key=lambda position: score(engines[position]))
+
+    return route
+
+
+def score(engine: Engine) -> float:
+    waiting = len(engine.scheduler.waiting)
+    in_flight = max(engine.assigned, waiting + len(engine.scheduler.running))
+    return in_flight + 6 * waiting * max(0.0, engine.kv_usage - 0.5)
