@@ -51,6 +51,7 @@ class GqaDims:
     num_kv_heads: int
     head_dim: int
     qkv_bias: bool = False
+    qk_norm: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,7 @@ class IndexerDims:
 
 @dataclass(frozen=True, slots=True)
 class MoeDims:
-    """Mixture of experts. n_group = topk_group = 1 is the unrestricted case."""
+    """Mixture of experts. n_group = topk_group = 1 is unrestricted; gate_bytes is the width of a router weight."""
 
     num_experts: int
     topk: int
@@ -83,6 +84,7 @@ class MoeDims:
     has_bias: bool = False
     renormalize: bool = True
     routed_scaling: float = 1.0
+    gate_bytes: int = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +98,10 @@ class Quantization:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A checkpoint's architecture, normalised from its HF config by its family."""
+    """A checkpoint's architecture, normalised from its HF config by its family.
+
+    notes: what the reader of the config flags without refusing it, one sentence each.
+    """
 
     name: str
     family: str
@@ -114,6 +119,7 @@ class ModelSpec:
     quantization: Quantization
     tie_embeddings: bool = False
     mtp_layers: int = 0
+    notes: tuple[str, ...] = ()
 
     @property
     def num_layers(self) -> int:

@@ -1,0 +1,29 @@
+"""Llama: dense grouped-query attention. A control."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from profiler.core.stack import text_config
+from profiler.core.types import Component, LayerKind, ModelSpec
+from profiler.families._fields import Fields
+from profiler.families._gqa import DENSE_MLP, HEAD, PROLOGUE, attention_components, read_gqa_model
+
+MODEL_TYPES = ("llama",)
+ARCHITECTURES = ("LlamaForCausalLM",)
+
+
+def read(name: str, config: Mapping[str, Any]) -> ModelSpec:
+    layers = Fields(text_config(config), name).integer("num_hidden_layers")
+    return read_gqa_model(name, config, (LayerKind("gqa", "none", "dense"),) * layers, None, qk_norm=False)
+
+
+def layer_components(spec: ModelSpec, kind: LayerKind) -> tuple[Component, ...]:
+    return (*attention_components(qk_norm=False), *DENSE_MLP)
+
+
+def prologue_components(spec: ModelSpec) -> tuple[Component, ...]:
+    return PROLOGUE
+
+
+def head_components(spec: ModelSpec) -> tuple[Component, ...]:
+    return HEAD
