@@ -1,0 +1,202 @@
+"""From kernel samples to table rows: which component each kernel belongs to, how often it ran, what is left over."""
+
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from profiler.core.errors import ConfigError
+from profiler.core.shots import Fill, Shot
+from profiler.core.stack import fold
+from profiler.core.types import Category, ModelSpec
+from profiler.engines.base import Binding, EngineInfo, KernelSample, Rule, ShotResult
+from profiler.timing import median, spread_rel
+
+# A kernel without a component is material when it takes more than this share of the kernel time of any shot.
+MATERIAL_SHARE: Final = 0.01
+
+Name = tuple[Category, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One cell: the median over repeats of one call of a component, and (p90 - p10) / median."""
+
+    category: Category
+    name: str
+    key: tuple[int, ...]
+    time_us: float
+    spread_rel: float
+
+
+@dataclass(frozen=True, slots=True)
+class Unbound:
+    """A kernel that no rule binds: its largest share of a shot's kernel time, and its time in that shot."""
+
+    module: str
+    kernel: str
+    duration_us: float
+    share: float
+
+    @property
+    def material(self) -> bool:
+        return self.share > MATERIAL_SHARE
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """rows: the cells; problems: per category, why a shot's cells are missing; unbound: kernels without a component;
+    bound_share: the least share of kernel time that rules account for, over all shots."""
+
+    rows: tuple[Row, ...]
+    problems: Mapping[Category, tuple[str, ...]]
+    unbound: tuple[Unbound, ...]
+    bound_share: float
+
+
+def calls_per_pass(spec: ModelSpec, info: EngineInfo) -> Counter[Name]:
+    """How often each component runs in one forward pass of the stack that the engine ran.
+
+    Raises ConfigError when the engine reports a layer kind that the model does not have.
+    """
+    by_name = {kind.name: kind for kind in spec.kinds}
+    unknown_kinds = sorted(set(info.layer_kinds) - by_name.keys())
+    if unknown_kinds:
+        raise ConfigError(f"{spec.name} has no layer kind {', '.join(unknown_kinds)}; it has {', '.join(by_name)}")
+    stack = replace(spec, layers=tuple(by_name[name] for name in info.layer_kinds))
+    counts: Counter[Name] = Counter()
+    for component, count in fold(stack).components:
+        counts[component.category, component.name] += count
+    return counts
+
+
+def bind(
+    results: Iterable[ShotResult], shots: Sequence[Shot], spec: ModelSpec, info: EngineInfo, binding: Binding
+) -> Bound:
+    """Rows of every complete shot.
+
+    A component's time in one repeat is the sum over its kernels, divided by its calls in the pass; an expert shot and
+    an engine that runs components alone count one call. Components of `binding.FUSED` share their carrier's time in
+    equal parts, so sums over a pass stay exact. A shot that failed, or in which an expected component is missing in
+    some repeat, gives no rows of that category and a line in `problems`.
+    """
+    calls = calls_per_pass(spec, info)
+    _check_fused(binding.FUSED, calls)
+    match = _matcher(binding.rules(spec))
+    rows: list[Row] = []
+    problems: dict[Category, list[str]] = defaultdict(list)
+    worst: dict[tuple[str, str], Unbound] = {}
+    bound_share = 1.0
+    for result in results:
+        shot = shots[result.shot_index]
+        if result.failure is not None:
+            for category in dict.fromkeys(fill.category for fill in shot.fills):
+                problems[category].append(f"{shot.label}: {result.failure}")
+            continue
+        times, unbound = _sum_by_component(result.samples, shot, match)
+        bound_share = min(bound_share, 1.0 - _note_unbound(result.samples, unbound, worst))
+        alone = shot.moe is not None or not info.whole_forward
+        repeats = sorted({sample.repeat for sample in result.samples})
+        for fill in shot.fills:
+            measured = _rows(fill, times, repeats, Counter() if alone else calls, binding.FUSED)
+            if isinstance(measured, str):
+                problems[fill.category].append(f"{shot.label}: {measured}")
+            else:
+                rows += measured
+    found = tuple(sorted(worst.values(), key=lambda u: (-u.share, u.module, u.kernel)))
+    return Bound(tuple(rows), {c: tuple(p) for c, p in problems.items()}, found, bound_share)
+
+
+def _check_fused(fused: Mapping[str, str], calls: Counter[Name]) -> None:
+    counts: dict[str, int] = defaultdict(int)
+    for (_, name), count in calls.items():
+        counts[name] += count
+    for name, carrier in fused.items():
+        if counts[name] != counts[carrier]:
+            raise ConfigError(
+                f"binding: {name!r} runs {counts[name]} times a pass and its carrier {carrier!r} {counts[carrier]} "
+                "times; only components that run equally often can share a kernel's time"
+            )
+
+
+def _matcher(rules: Sequence[Rule]) -> "_Match":
+    return _Match(tuple((re.compile(rule.module), re.compile(rule.kernel), rule) for rule in rules), {})
+
+
+@dataclass(frozen=True, slots=True)
+class _Match:
+    """First matching rule of (module, kernel, regime), remembered, since samples repeat the same few thousand."""
+
+    rules: tuple[tuple[re.Pattern[str], re.Pattern[str], Rule], ...]
+    known: dict[tuple[str, str, str], Rule | None]
+
+    def __call__(self, module: str, kernel: str, regime: str) -> Rule | None:
+        key = (module, kernel, regime)
+        if key not in self.known:
+            self.known[key] = next(
+                (
+                    rule
+                    for in_module, in_kernel, rule in self.rules
+                    if (not rule.regimes or regime in rule.regimes)
+                    and in_module.search(module)
+                    and in_kernel.search(kernel)
+                ),
+                None,
+            )
+        return self.known[key]
+
+
+def _sum_by_component(
+    samples: Sequence[KernelSample], shot: Shot, match: _Match
+) -> tuple[dict[tuple[Category, str, int], float], dict[tuple[str, str], float]]:
+    """(microseconds by category, component and repeat; microseconds by unbound module and kernel over all repeats)."""
+    times: dict[tuple[Category, str, int], float] = defaultdict(float)
+    unbound: dict[tuple[str, str], float] = defaultdict(float)
+    for sample in samples:
+        rule = match(sample.module, sample.kernel, shot.regime)
+        if rule is None:
+            unbound[sample.module, sample.kernel] += sample.duration_us
+        elif rule.category is not None:
+            times[rule.category, rule.name or sample.kernel, sample.repeat] += sample.duration_us
+    return times, unbound
+
+
+def _note_unbound(
+    samples: Sequence[KernelSample],
+    unbound: Mapping[tuple[str, str], float],
+    worst: dict[tuple[str, str], Unbound],
+) -> float:
+    """Keeps each unbound kernel's largest share in `worst`; returns the unbound share of this shot."""
+    total = sum(sample.duration_us for sample in samples)
+    if not total:
+        return 0.0
+    repeats = len({sample.repeat for sample in samples})
+    for (module, kernel), duration in unbound.items():
+        share = duration / total
+        if (module, kernel) not in worst or worst[module, kernel].share < share:
+            worst[module, kernel] = Unbound(module, kernel, duration / repeats, share)
+    return sum(unbound.values()) / total
+
+
+def _rows(
+    fill: Fill,
+    times: Mapping[tuple[Category, str, int], float],
+    repeats: Sequence[int],
+    calls: Counter[Name],
+    fused: Mapping[str, str],
+) -> list[Row] | str:
+    """The cells of one fill, or what is missing. A component absent from `calls` counts one call."""
+    rows = []
+    for name in fill.components:
+        carrier = fused.get(name, name)
+        sharers = 1 + sum(other == carrier for other in fused.values())
+        divisor = max(1, calls[fill.category, name]) * sharers
+        values = [times.get((fill.category, carrier, repeat), 0.0) / divisor for repeat in repeats]
+        if not values or min(values) <= 0.0:
+            at = [str(r) for r, value in zip(repeats, values, strict=True) if value <= 0.0]
+            return f"no kernel of {name!r} in repeat {', '.join(at)}" if at else f"no samples of {name!r}"
+        spread = spread_rel(values)
+        rows.append(Row(fill.category, name, fill.key, median(values), spread if math.isfinite(spread) else math.nan))
+    return rows

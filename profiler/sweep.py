@@ -1,0 +1,97 @@
+"""From a model and its limits to the list of shots that an engine runs."""
+
+import importlib
+import math
+import pkgutil
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Final, Protocol, cast
+
+from profiler.core.errors import ConfigError, unknown
+from profiler.core.shots import Fill, Shot
+from profiler.core.types import Category, ModelSpec
+from profiler.kernels._axes import Limits
+from profiler.kernels._components import components_of
+from profiler.kernels._work import Work
+
+
+class CategoryModule(Protocol):
+    """What a module of profiler/kernels offers."""
+
+    CATEGORY: Category
+    UNITS: Mapping[str, str]
+    DRIVERS: tuple[str, ...]
+
+    def kv_cap_tokens(self, spec: ModelSpec) -> int | None: ...
+
+    def shots(self, spec: ModelSpec, limits: Limits) -> list[Shot]: ...
+
+    def work(self, spec: ModelSpec, name: str, key: tuple[int, ...], weights: str) -> Work | None: ...
+
+
+_PACKAGE: Final = "profiler.kernels"
+
+
+def category_modules() -> dict[str, CategoryModule]:
+    """Every category by its name, found by listing the folder."""
+    package = importlib.import_module(_PACKAGE)
+    names = sorted(m.name for m in pkgutil.iter_modules(package.__path__) if not m.name.startswith("_"))
+    modules = (cast(CategoryModule, importlib.import_module(f"{_PACKAGE}.{name}")) for name in names)
+    return {module.CATEGORY: module for module in modules}
+
+
+def choose_categories(spec: ModelSpec, asked: Sequence[str] | None, tp: int) -> tuple[Category, ...]:
+    """The categories to measure: those asked for, or all that the model has at this degree.
+
+    Raises ConfigError for an unknown category, one that the model has no component of, and experts at tp above 1.
+    """
+    modules = category_modules()
+    present = [c for c in modules if components_of(spec, cast(Category, c))]
+    if asked is None:
+        return tuple(cast(Category, c) for c in present if c != "moe" or tp == 1)
+    for name in asked:
+        if name not in modules:
+            raise unknown("category", name, modules)
+        if name not in present:
+            raise ConfigError(f"{spec.name} runs no kernels of category {name!r}; it has {', '.join(present)}")
+        if name == "moe" and tp != 1:
+            raise ConfigError(f"category 'moe' is measured with whole experts, at --tp 1 only, not at {tp}")
+    return tuple(cast(Category, c) for c in modules if c in asked)
+
+
+def plan(spec: ModelSpec, limits: Limits, categories: Iterable[Category]) -> dict[Category, list[Shot]]:
+    """Shots per category, each shot for that category alone. `spec` is the whole model."""
+    modules = category_modules()
+    return {category: modules[category].shots(spec, limits) for category in categories}
+
+
+def merge(shots: Iterable[Shot]) -> list[Shot]:
+    """Shots with equal batches become one that fills all their tables; cheap ones first, expert shots last.
+
+    For engines that run the whole stack: one forward pass then serves several categories.
+    """
+    fills: dict[Shot, list[Fill]] = {}
+    for shot in shots:
+        fills.setdefault(replace(shot, fills=()), []).extend(shot.fills)
+    merged = [replace(batch, fills=tuple(dict.fromkeys(found))) for batch, found in fills.items()]
+    return sorted(merged, key=lambda s: (s.moe is not None, s.moe.ep if s.moe else 0, s.new_tokens, s.kv_tokens))
+
+
+def kv_blocks_tokens(shot: Shot, block_tokens: int) -> int:
+    """KV tokens that a shot occupies when every request holds whole blocks."""
+    return sum(math.ceil((new + context) / block_tokens) * block_tokens for new, context in shot.requests)
+
+
+def split_by_memory(shots: Iterable[Shot], kv_tokens: int | None, block_tokens: int) -> tuple[list[Shot], list[Shot]]:
+    """(shots whose KV fits into `kv_tokens`, the others). None means no limit."""
+    kept: list[Shot] = []
+    left_out: list[Shot] = []
+    for shot in shots:
+        fits = kv_tokens is None or kv_blocks_tokens(shot, block_tokens) <= kv_tokens
+        (kept if fits else left_out).append(shot)
+    return kept, left_out
+
+
+def work_of(spec: ModelSpec, category: Category, name: str, key: tuple[int, ...], weights: str) -> Work | None:
+    """Least work of one cell; `spec` has per-rank widths."""
+    return category_modules()[category].work(spec, name, key, weights)
