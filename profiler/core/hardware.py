@@ -1,0 +1,156 @@
+"""GPU descriptions: configs/hardware/<name>.yaml, found by name or by any alias that drivers and tools use.
+
+A file has `name`, `aliases`, `architecture` and, for each number, a mapping {value, source}; the unit is the suffix of
+the key. `links` maps a tier to {bandwidth_gbps, latency_us, source}.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from profiler.core.errors import ConfigError, nearest, unknown
+from profiler.core.load import read_mapping
+from profiler.core.paths import hardware_root
+
+_NUMBERS = ("memory_total_gib", "hbm_gbps", "bf16_tflops", "fp8_tflops", "l2_mib")
+_COUNTS = ("sm_count", "gpus_per_node")
+_KEYS = ("name", "aliases", "architecture", *_NUMBERS, *_COUNTS, "links")
+_LINK_KEYS = ("bandwidth_gbps", "latency_us", "source")
+TIERS = ("intra_node", "inter_node")
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """One tier of the interconnect.
+
+    bandwidth_gbps: peak of one GPU in one direction. latency_us: a smallest message between two GPUs through a
+    collective library, launch on the device included.
+    """
+
+    bandwidth_gbps: float
+    latency_us: float
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """A GPU and how it is linked to its neighbours.
+
+    architecture: "sm90" and the like. memory_total_gib: what the CUDA runtime reports as the device's total memory,
+    which is what vLLM multiplies with its utilisation. bf16_tflops and fp8_tflops: dense peaks of the tensor cores.
+    gpus_per_node: GPUs that share the `intra_node` link. links: by tier, see TIERS. sources: where each number is from.
+    """
+
+    name: str
+    aliases: tuple[str, ...]
+    architecture: str
+    memory_total_gib: float
+    hbm_gbps: float
+    bf16_tflops: float
+    fp8_tflops: float
+    l2_mib: float
+    sm_count: int
+    gpus_per_node: int
+    links: Mapping[str, Link] = field(hash=False)
+    sources: Mapping[str, str] = field(hash=False)
+
+
+def known_hardware(root: Path | None = None) -> tuple[str, ...]:
+    """Canonical names, sorted."""
+    return tuple(sorted(path.stem for path in (root or hardware_root()).glob("*.yaml")))
+
+
+def canonical_name(text: str, root: Path | None = None) -> str:
+    """The canonical name that `text` means: a name or an alias, whatever its case, spaces, hyphens and underscores.
+
+    Raises ConfigError with the known names and the nearest one.
+    """
+    names: dict[str, str] = {}
+    for name in known_hardware(root):
+        for alias in (name, *_read(name, root).aliases):
+            names[_folded(alias)] = name
+    if found := names.get(_folded(text)):
+        return found
+    close = nearest(_folded(text), names)
+    error = unknown("GPU", text, known_hardware(root))
+    if close and names[close] not in str(error).split("Known:")[0]:
+        raise ConfigError(
+            f"unknown GPU {text!r}; did you mean {names[close]!r}? Known: {', '.join(known_hardware(root))}."
+        )
+    raise error
+
+
+def load_hardware(name_or_alias: str, root: Path | None = None) -> Hardware:
+    """The description of a GPU by name, alias or driver name. Raises ConfigError: unknown GPU, malformed file."""
+    return _read(canonical_name(name_or_alias, root), root)
+
+
+def _folded(text: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", text.casefold()).removeprefix("nvidia")
+
+
+def _read(name: str, root: Path | None) -> Hardware:
+    path = (root or hardware_root()) / f"{name}.yaml"
+    values = read_mapping(path)
+    _check_keys(path, "", values, _KEYS)
+    if values["name"] != name:
+        raise ConfigError(f"{path}: name is {values['name']!r}; it must be the file's, {name!r}")
+    aliases = values["aliases"]
+    if not isinstance(aliases, list) or not all(isinstance(alias, str) for alias in aliases):
+        raise ConfigError(f"{path}: aliases must be a list of strings")
+    if not isinstance(values["architecture"], str) or not re.fullmatch(r"sm\d{2,3}", values["architecture"]):
+        raise ConfigError(f"{path}: architecture is {values['architecture']!r}; it must look like 'sm90'")
+    numbers, sources = {}, {}
+    for key in (*_NUMBERS, *_COUNTS):
+        numbers[key], sources[key] = _sourced(path, key, values[key])
+    for key in _COUNTS:
+        if numbers[key] != int(numbers[key]):
+            raise ConfigError(f"{path}: {key} must be an integer, found {numbers[key]!r}")
+    return Hardware(
+        name=name,
+        aliases=tuple(aliases),
+        architecture=values["architecture"],
+        **{key: numbers[key] for key in _NUMBERS},
+        sm_count=int(numbers["sm_count"]),
+        gpus_per_node=int(numbers["gpus_per_node"]),
+        links=_links(path, values["links"]),
+        sources=sources,
+    )
+
+
+def _check_keys(path: Path, where: str, values: Mapping[str, Any], legal: tuple[str, ...]) -> None:
+    prefix = f"{path}: {where}" if where else f"{path}:"
+    for key in values:
+        if key not in legal:
+            raise ConfigError(f"{prefix.rstrip(':')}: {unknown('key', str(key), legal)}")
+    if missing := [key for key in legal if key not in values]:
+        raise ConfigError(f"{prefix.rstrip(':')}: missing {', '.join(missing)}")
+
+
+def _positive(path: Path, key: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        raise ConfigError(f"{path}: {key} must be a positive number, found {value!r}")
+    return float(value)
+
+
+def _sourced(path: Path, key: str, value: Any) -> tuple[float, str]:
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{path}: {key} must be a mapping of value and source, found {value!r}")
+    _check_keys(path, key, value, ("value", "source"))
+    return _positive(path, key, value["value"]), str(value["source"])
+
+
+def _links(path: Path, value: Any) -> dict[str, Link]:
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{path}: links must be a mapping of tiers, found {value!r}")
+    _check_keys(path, "links", value, TIERS)
+    links = {}
+    for tier, entry in value.items():
+        if not isinstance(entry, Mapping):
+            raise ConfigError(f"{path}: links.{tier} must be a mapping, found {entry!r}")
+        _check_keys(path, f"links.{tier}", entry, _LINK_KEYS)
+        bandwidth, latency = (_positive(path, f"links.{tier}.{key}", entry[key]) for key in _LINK_KEYS[:2])
+        links[tier] = Link(bandwidth, latency, str(entry["source"]))
+    return links
