@@ -1,0 +1,249 @@
+"""Cluster files: what runs where. Ours (YAML or JSON with `instances`) and the peer's JSON (with `nodes`).
+
+    router: least_loaded                  serving/routers
+    instances:
+      - model: deepseek-ai/DeepSeek-V3.2-Exp
+        hardware: H200
+        variant: null                     of the bundle; needed only where several exist
+        replicas: 1                       independent copies of this instance
+        parallel: {tp: 1, pp: 1, dp: 8, ep: 8}
+        engine: {max_model_len: 81920}    EngineFile below names every key and its default
+
+Every key that a file may have is a field of a class here or in serving/peer_config.py; any other is refused.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
+
+from profiler.core.errors import ConfigError, unknown
+from profiler.core.load import read_mapping
+from profiler.core.types import Parallel
+from serving.policies import load_policy
+from serving.routers import create_router
+
+UNLIMITED_SEQS = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """Settings of one engine. max_model_len_tokens and max_num_batched_tokens: None is the model's own maximum.
+
+    num_gpu_blocks (the null block included) or available_kv_gib (per rank) replace the memory budget when given.
+    block_tokens: None is what the engine picks for the model and the card.
+    """
+
+    max_model_len_tokens: int | None
+    max_num_batched_tokens: int | None
+    max_num_seqs: int
+    long_prefill_threshold_tokens: int
+    chunked_prefill: bool
+    prefix_caching: bool
+    policy: str
+    kv_cache_dtype: str
+    block_tokens: int | None
+    gpu_memory_utilization: float
+    num_gpu_blocks: int | None
+    available_kv_gib: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class PeerMemory:
+    """The peer's rule: KV gets mem_size_gib x mem_util per GPU less the weights, and nothing else is subtracted."""
+
+    mem_size_gib: float
+    mem_util: float
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """One link between any two GPUs, per direction. GB/s are 1e9 bytes per second."""
+
+    bandwidth_gbps: float
+    latency_us: float
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """One deployment of a model: parallel.dp engines of parallel.tp x parallel.pp GPUs each.
+
+    memory and links are None where the hardware file has them.
+    """
+
+    model: str
+    hardware: str
+    variant: str | None
+    parallel: Parallel
+    engine: EngineSettings
+    memory: PeerMemory | None = None
+    links: Links | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    name: str
+    router: str
+    instances: tuple[Instance, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Overrides:
+    """Command-line settings; None leaves the file's. They win over our files; in the peer's the instance's key wins."""
+
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    long_prefill_threshold_tokens: int | None = None
+    prefix_caching: bool | None = None
+    router: str | None = None
+
+    def given(self) -> dict[str, Any]:
+        """The engine settings that are set, by the names of EngineSettings."""
+        names = ("max_num_seqs", "max_num_batched_tokens", "long_prefill_threshold_tokens", "prefix_caching")
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+
+
+class Strict(BaseModel):
+    """A part of a file: unknown keys and values of another type are refused."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_keys(cls, value: Any) -> Any:
+        for key in value if isinstance(value, Mapping) else ():
+            if key not in cls.model_fields:
+                message = str(unknown("key", str(key), cls.model_fields))
+                raise PydanticCustomError("unknown_key", "{message}", {"message": message})
+        return value
+
+
+File = TypeVar("File", bound=Strict)
+Count = Annotated[int, Field(ge=1)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(gt=0, le=1)]
+
+
+class ParallelFile(Strict):
+    tp: Count = 1
+    pp: Count = 1
+    dp: Count = 1
+    ep: Count = 1
+
+
+class EngineFile(Strict):
+    """Names and meanings as in vLLM; the limits default to those of its API server on cards of 70 to 160 GiB."""
+
+    max_model_len: Count | None = None
+    max_num_batched_tokens: Count = 8192
+    max_num_seqs: Count = 1024
+    long_prefill_token_threshold: Annotated[int, Field(ge=0)] = 0
+    enable_chunked_prefill: bool = True
+    enable_prefix_caching: bool = True
+    policy: str = "fcfs"
+    kv_cache_dtype: str = "auto"
+    block_size: Count | None = None
+    gpu_memory_utilization: Share = 0.9
+    num_gpu_blocks: Annotated[int, Field(ge=2)] | None = None
+    available_kv_gib: Positive | None = None
+
+
+class InstanceFile(Strict):
+    model: str
+    hardware: str
+    variant: str | None = None
+    replicas: Count = 1
+    parallel: ParallelFile = ParallelFile()
+    engine: EngineFile = EngineFile()
+
+
+class ClusterFile(Strict):
+    router: str = "least_loaded"
+    instances: Annotated[list[InstanceFile], Field(min_length=1)]
+
+
+def load_cluster(path: Path, overrides: Overrides | None = None) -> Cluster:
+    """The cluster of a file. Raises ConfigError naming file and key for anything missing, unknown or illegal."""
+    from serving.peer_config import peer_cluster
+
+    overrides = overrides or Overrides()
+    content = read_mapping(path)
+    kinds = [key for key in ("nodes", "instances") if key in content]
+    if len(kinds) != 1:
+        raise ConfigError(
+            f"{path}: a cluster file has either the key 'instances' (ours) or 'nodes' (the peer's JSON); "
+            f"this one has {', '.join(map(str, content)) or 'no keys'}"
+        )
+    if kinds[0] == "nodes":
+        cluster = peer_cluster(path, content, overrides)
+    else:
+        cluster = _ours(path, validated(ClusterFile, content, path), overrides)
+    _check(path, cluster)
+    return cluster
+
+
+def validated(schema: type[File], content: Mapping[str, Any], path: Path) -> File:
+    """`content` as `schema`. Raises ConfigError with the key path and the reason of the first fault."""
+    try:
+        return schema.model_validate(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).lstrip(".")
+        reason = first["msg"] if first["type"] == "unknown_key" else f"{first['msg']}, found {first['input']!r}"
+        if first["type"] == "missing":
+            reason = "is required"
+        more = f" ({error.error_count() - 1} more faults)" if error.error_count() > 1 else ""
+        raise ConfigError(f"{path}: {where + ': ' if where else ''}{reason}{more}") from None
+
+
+def _ours(path: Path, file: ClusterFile, overrides: Overrides) -> Cluster:
+    instances = tuple(
+        Instance(
+            model=one.model,
+            hardware=one.hardware,
+            variant=one.variant,
+            parallel=Parallel(one.parallel.tp, one.parallel.pp, one.parallel.dp, one.parallel.ep),
+            engine=replace(_settings(one.engine), **overrides.given()),
+        )
+        for one in file.instances
+        for _ in range(one.replicas)
+    )
+    return Cluster(path.stem, overrides.router or file.router, instances)
+
+
+def _settings(engine: EngineFile) -> EngineSettings:
+    return EngineSettings(
+        max_model_len_tokens=engine.max_model_len,
+        max_num_batched_tokens=engine.max_num_batched_tokens,
+        max_num_seqs=engine.max_num_seqs,
+        long_prefill_threshold_tokens=engine.long_prefill_token_threshold,
+        chunked_prefill=engine.enable_chunked_prefill,
+        prefix_caching=engine.enable_prefix_caching,
+        policy=engine.policy,
+        kv_cache_dtype=engine.kv_cache_dtype,
+        block_tokens=engine.block_size,
+        gpu_memory_utilization=engine.gpu_memory_utilization,
+        num_gpu_blocks=engine.num_gpu_blocks,
+        available_kv_gib=engine.available_kv_gib,
+    )
+
+
+def _check(path: Path, cluster: Cluster) -> None:
+    try:
+        create_router(cluster.router)
+        for one in cluster.instances:
+            load_policy(one.engine.policy)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    for number, one in enumerate(cluster.instances):
+        where = f"{path}: instance {number}"
+        if one.parallel.pp > 1:
+            raise ConfigError(
+                f"{where}: pp = {one.parallel.pp}: pipeline parallel replay is not supported, pp must be 1"
+            )
+        engine = one.engine
+        if engine.num_gpu_blocks is not None and engine.available_kv_gib is not None:
+            raise ConfigError(f"{where}: give num_gpu_blocks or available_kv_gib, not both")

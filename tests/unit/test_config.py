@@ -1,0 +1,193 @@
+"""Cluster files, ours and the peer's."""
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from profiler.core.errors import ConfigError
+from profiler.core.paths import data_root
+from profiler.core.types import Parallel
+from serving.config import UNLIMITED_SEQS, Overrides, load_cluster
+
+SHARED = Path(__file__).resolve().parents[2].parent / "shared"
+OURS = {"instances": [{"model": "meta-llama/Llama-3.1-8B", "hardware": "H200"}]}
+
+
+def ours(folder, suffix=".yaml", **changes):
+    content = copy.deepcopy(OURS)
+    content["instances"][0].update(changes)
+    return write(folder, content, suffix)
+
+
+def write(folder, content, suffix=".json"):
+    path = folder / f"cluster{suffix}"
+    path.write_text(json.dumps(content) if suffix == ".json" else yaml.safe_dump(content))
+    return path
+
+
+def peer(count=1, **changes):
+    instance = {
+        "model_name": "meta-llama/Llama-3.1-8B",
+        "hardware": "RTXPRO6000",
+        "npu_mem": {"mem_size": 96, "mem_bw": 1597, "mem_latency": 0, "mem_util": 0.9},
+        "num_npus": 1,
+        "tp_size": 1,
+        "pd_type": None,
+    }
+    node = {
+        "num_instances": count,
+        "cpu_mem": {"mem_size": 512, "mem_bw": 256, "mem_latency": 0},
+        "instances": [instance | changes for _ in range(count)],
+    }
+    return {"num_nodes": 1, "link_bw": 16, "link_latency": 20000, "nodes": [node]}
+
+
+@pytest.mark.parametrize("suffix", [".yaml", ".json"])
+def test_defaults_are_the_engines(tmp_path, suffix):
+    cluster = load_cluster(ours(tmp_path, suffix))
+    (instance,) = cluster.instances
+    engine = instance.engine
+    assert (cluster.router, instance.parallel, instance.variant) == ("least_loaded", Parallel(), None)
+    assert (engine.max_num_batched_tokens, engine.max_num_seqs, engine.max_model_len_tokens) == (8192, 1024, None)
+    assert engine.prefix_caching and engine.chunked_prefill
+    assert (instance.memory, instance.links) == (None, None)
+
+
+def test_values_of_the_file_and_replicas(tmp_path):
+    path = ours(
+        tmp_path,
+        replicas=2,
+        variant="fp8",
+        parallel={"tp": 2, "dp": 4, "ep": 8},
+        engine={"max_model_len": 100, "long_prefill_token_threshold": 7, "num_gpu_blocks": 9, "block_size": 64},
+    )
+    first, second = load_cluster(path).instances
+    assert first == second
+    assert first.parallel == Parallel(tp=2, pp=1, dp=4, ep=8)
+    assert (first.variant, first.engine.num_gpu_blocks, first.engine.block_tokens) == ("fp8", 9, 64)
+    assert (first.engine.max_model_len_tokens, first.engine.long_prefill_threshold_tokens) == (100, 7)
+
+
+def test_the_command_line_wins_over_our_files(tmp_path):
+    path = ours(tmp_path, engine={"max_num_seqs": 9})
+    cluster = load_cluster(path, Overrides(max_num_seqs=3, prefix_caching=False, router="round_robin"))
+    assert (cluster.instances[0].engine.max_num_seqs, cluster.instances[0].engine.prefix_caching) == (3, False)
+    assert cluster.router == "round_robin"
+
+
+BAD = [
+    ({"engine": {"max_num_seq": 4}}, r"instances\[0\]\.engine: unknown key 'max_num_seq'; did you mean 'max_num_seqs'"),
+    ({"modle": "x"}, r"instances\[0\]: unknown key 'modle'; did you mean 'model'"),
+    ({"engine": {"max_num_seqs": "4"}}, r"engine\.max_num_seqs: .*found '4'"),
+    ({"engine": {"max_num_seqs": 4.0}}, r"engine\.max_num_seqs: .*found 4\.0"),
+    ({"engine": {"max_num_seqs": 0}}, r"engine\.max_num_seqs: .*found 0"),
+    ({"engine": {"gpu_memory_utilization": 1.5}}, r"gpu_memory_utilization: .*found 1\.5"),
+    ({"engine": {"enable_prefix_caching": "yes"}}, r"enable_prefix_caching: .*found 'yes'"),
+    ({"engine": {"policy": "fcsf"}}, "unknown policy 'fcsf'; did you mean 'fcfs'"),
+    ({"engine": {"num_gpu_blocks": 9, "available_kv_gib": 2.0}}, "not both"),
+    ({"parallel": {"tp": 0}}, r"parallel\.tp"),
+    ({"parallel": {"pp": 2}}, "pipeline parallel replay is not supported"),
+    ({"model": 5}, r"instances\[0\]\.model"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), BAD, ids=[message[:40] for _, message in BAD])
+def test_faults_name_file_and_key(tmp_path, changes, message):
+    path = ours(tmp_path, **changes)
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_cluster(path)
+    assert str(caught.value).startswith(f"{path}: ")
+
+
+def test_files_of_neither_kind(tmp_path):
+    with pytest.raises(ConfigError, match="no such file"):
+        load_cluster(tmp_path / "absent.yaml")
+    with pytest.raises(ConfigError, match=r"'instances' .* or 'nodes'"):
+        load_cluster(write(tmp_path, {"instance": []}))
+    with pytest.raises(ConfigError, match="top level must be a mapping"):
+        load_cluster(write(tmp_path, [1]))
+    with pytest.raises(ConfigError, match=r"instances: .*at least 1 item"):
+        load_cluster(write(tmp_path, {"instances": []}))
+    with pytest.raises(ConfigError, match=r"instances\[0\]\.hardware: is required"):
+        load_cluster(write(tmp_path, {"instances": [{"model": "a/b"}]}))
+    with pytest.raises(ConfigError, match="unknown router 'last'"):
+        load_cluster(write(tmp_path, OURS | {"router": "last"}))
+
+
+def test_the_peers_file_keeps_its_names_units_and_defaults(tmp_path):
+    cluster = load_cluster(write(tmp_path, peer()))
+    (instance,) = cluster.instances
+    engine = instance.engine
+    assert (instance.model, instance.hardware) == ("meta-llama/Llama-3.1-8B", "RTXPRO6000")
+    assert (engine.max_num_seqs, engine.max_num_batched_tokens, engine.block_tokens) == (128, 2048, 16)
+    assert (instance.memory.mem_size_gib, instance.memory.mem_util) == (96, 0.9)
+    assert instance.links.bandwidth_gbps == pytest.approx(16 * 2**30 / 1e9)
+    assert instance.links.latency_us == 20
+
+
+def test_the_peers_instance_keys_win_over_the_command_line(tmp_path):
+    flags = Overrides(max_num_seqs=3, max_num_batched_tokens=64)
+    (instance,) = load_cluster(write(tmp_path, peer(max_num_seqs=0, dtype="bfloat16")), flags).instances
+    assert (instance.engine.max_num_seqs, instance.engine.max_num_batched_tokens) == (UNLIMITED_SEQS, 64)
+    assert instance.variant == "bf16"
+
+
+def test_the_peers_dp_group_is_one_instance(tmp_path):
+    model = "Qwen/Qwen3-30B-A3B-Instruct-2507"
+    (grouped,) = load_cluster(write(tmp_path, peer(2, model_name=model, dp_group="A", ep_size=2))).instances
+    assert grouped.parallel == Parallel(tp=1, pp=1, dp=2, ep=2)
+    assert len(load_cluster(write(tmp_path, peer(2))).instances) == 2
+    assert load_cluster(write(tmp_path, peer(model_name=model, tp_size=2, num_npus=2))).instances[0].parallel.ep == 2
+
+
+PEER_BAD = [
+    ({"pd_type": "prefill"}, "pd_type = 'prefill' is not simulated"),
+    ({"placement": {"default": {"weights": "cpu"}}}, "placement = .* is not simulated"),
+    ({"enable_attn_offloading": True}, "enable_attn_offloading"),
+    ({"reserve_full_isl": False}, "reserve_full_isl"),
+    ({"num_npus": 4, "tp_size": 2}, "num_npus is 4, but tp_size x pp_size is 2"),
+    ({"npu_memory": 1}, "unknown key 'npu_memory'; did you mean 'npu_mem'"),
+    ({"kv_cache_dtype": "fp8"}, "needs dtype"),
+    ({"npu_mem": {"mem_size": -1}}, r"npu_mem\.mem_size"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), PEER_BAD, ids=[message[:40] for _, message in PEER_BAD])
+def test_faults_in_the_peers_file_name_the_instance(tmp_path, changes, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_cluster(write(tmp_path, peer(**changes)))
+    assert "nodes[0].instances[0]" in str(caught.value)
+
+
+def test_counts_and_groups_of_the_peers_file_must_agree(tmp_path):
+    with pytest.raises(ConfigError, match="num_nodes is 2"):
+        load_cluster(write(tmp_path, peer() | {"num_nodes": 2}))
+    content = peer(2, dp_group="A")
+    content["nodes"][0]["instances"][1]["tp_size"] = 2
+    content["nodes"][0]["instances"][1]["num_npus"] = 2
+    with pytest.raises(ConfigError, match="dp_group A: members disagree on parallel"):
+        load_cluster(write(tmp_path, content))
+    content["nodes"][0]["num_instances"] = 3
+    with pytest.raises(ConfigError, match="num_instances is 3"):
+        load_cluster(write(tmp_path, content))
+
+
+@pytest.mark.parametrize(
+    ("model", "parallel"), [("Llama-3.1-8B", Parallel()), ("Qwen3-30B-A3B-Instruct-2507", Parallel(dp=2, ep=2))]
+)
+def test_recorded_cluster_files_load_as_they_are(model, parallel):
+    path = SHARED / "recorded" / "RTXPRO6000" / model / "config.json"
+    if not path.exists():
+        pytest.skip("recorded runs are absent")
+    (instance,) = load_cluster(path).instances
+    assert instance.parallel == parallel
+
+
+def test_shipped_cluster_files_load():
+    paths = sorted((data_root() / "configs" / "cluster").iterdir())
+    assert paths
+    for path in paths:
+        assert load_cluster(path).instances
