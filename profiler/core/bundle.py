@@ -14,8 +14,8 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, get_args
@@ -71,11 +71,16 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """A bundle in memory. `tables` is keyed by (tp, category)."""
+    """A bundle in memory. `tables` is keyed by (tp, category).
+
+    skew[(tp, kernel)]: (prefill_chunk_tokens, decode_requests, alpha) points of the correction for batches of unequal
+    lengths, time = t(mean) + alpha (t(max) - t(mean)); empty where it was not measured.
+    """
 
     path: Path
     meta: Mapping[str, Any]
     tables: Mapping[tuple[int, Category], Table]
+    skew: Mapping[tuple[int, str], tuple[tuple[int, int, float], ...]] = field(default_factory=dict)
 
     @property
     def tps(self) -> tuple[int, ...]:
@@ -329,8 +334,8 @@ def _check_kv(kv: Mapping[str, Any], where: str) -> None:
             raise ConfigError(f"{where}: kv.caches lists name and bytes_per_token_layer of each cache, found {cache!r}")
 
 
-def read_bundle(path: Path) -> Bundle:
-    """Reads a bundle folder, ours or one of the formats of `profiler/formats`.
+def read_bundle(path: Path, tps: Collection[int] | None = None) -> Bundle:
+    """Reads a bundle folder, ours or one of the formats of `profiler/formats`; `tps` leaves out other degrees.
 
     Raises ConfigError for a missing or malformed file (file and line) and ContractError when a CSV differs from the
     sha256 or row count that its meta.yaml records.
@@ -341,13 +346,15 @@ def read_bundle(path: Path) -> Bundle:
     if "schema_version" not in meta:
         from profiler.formats import read_foreign
 
-        return read_foreign(folder, meta)
+        return read_foreign(folder, meta, tps)
     check_meta(meta, str(meta_path))
     if not isinstance(meta.get("files"), Mapping) or not meta["files"]:
         raise ConfigError(f"{meta_path}: lists no files")
     tables = {}
     for name, entry in meta["files"].items():
         tp, category = _parse_table_path(str(name), meta_path)
+        if tps is not None and tp not in tps:
+            continue
         tables[tp, category] = _checked_table(folder / name, category, entry, meta_path)
     return Bundle(path, MappingProxyType(meta), MappingProxyType(tables))
 

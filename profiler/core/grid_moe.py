@@ -1,0 +1,77 @@
+"""Time of one rank's routed experts against its (token, expert) pairs and the distinct experts that they reach."""
+
+import math
+
+from profiler.core.bundle import Table
+from profiler.core.errors import CoverageError
+from profiler.core.grid import Grid, Outside, make_grid
+
+# How far above the most experts that a row was measured with its time may be scaled: routing draws scatter.
+_EXPERT_MARGIN = 1.15
+
+
+def natural_experts(local_experts: float, local_pairs: float) -> float:
+    """Distinct local experts that so many independent, uniform pairs reach on average: n (1 - (1 - 1/n)^pairs)."""
+    if local_experts <= 1:
+        return min(1.0, local_pairs)
+    return -local_experts * math.expm1(local_pairs * math.log1p(-1.0 / local_experts))
+
+
+def moe_grid(table: Table, name: str, ep: int, local_experts: int, outside: Outside) -> Grid:
+    """The experts of the slice measured at `ep`: a grid over local pairs and activated experts.
+
+    One row per token count, over the experts that its draws reached. Reading no expert costs nothing, which is the
+    first point of each row; above the most experts of a row its time grows in proportion, as reading weights does,
+    by at most 15 %. Below the smallest pair count the first row answers. Raises CoverageError when no row has this ep.
+    """
+    columns = table.columns
+    rows: dict[int, list[tuple[float, float, float]]] = {}
+    for layer, degree, tokens, experts, pairs, time in zip(
+        columns["layer"],
+        columns["ep"],
+        columns["tokens"],
+        columns["activated_experts"],
+        columns["local_pairs"],
+        columns["time_us"],
+        strict=True,
+    ):
+        if layer == name and degree == ep:
+            rows.setdefault(int(tokens), []).append((float(experts), float(pairs), float(time)))
+    if not rows:
+        degrees = sorted({int(d) for d in columns["ep"]})
+        raise CoverageError(
+            f"{outside.kernel}: no rows for ep {ep}; measured: {', '.join(map(str, degrees))}. "
+            f"Measure them with: {outside.command} --ep {ep}"
+        )
+    points: list[tuple[float, float, float]] = []
+    for x, row in _by_pairs(rows).items():
+        at = (x, 0.0) if not points else (x,)
+        for pairs in at:
+            points += [(pairs, 0.0, 0.0), *((pairs, experts, time) for experts, time in row)]
+            experts, time = row[-1]
+            top = min(experts * _EXPERT_MARGIN, float(local_experts))
+            if top > experts:
+                points.append((pairs, top, time * top / experts))
+
+    def equal_fill(x: float, y: float, other: float) -> float:
+        mine = natural_experts(local_experts, x)
+        return y * natural_experts(local_experts, other) / mine if mine else y
+
+    return make_grid(("local_pairs", "activated_experts"), points, equal_fill, outside)
+
+
+def _by_pairs(rows: dict[int, list[tuple[float, float, float]]]) -> dict[float, list[tuple[float, float]]]:
+    """Rows keyed by their local pairs, with (experts, time) ascending.
+
+    The row of a token count stands at the pairs of its most even draw, the one that reaches most experts. Token counts
+    that stand at the same pairs, which happens when a slice hardly sees a token, are averaged.
+    """
+    merged: dict[float, dict[float, list[float]]] = {}
+    for row in rows.values():
+        _, x, _ = max(row)
+        for experts, _, time in row:
+            merged.setdefault(x, {}).setdefault(experts, []).append(time)
+    return {
+        x: [(experts, sum(times) / len(times)) for experts, times in sorted(points.items())]
+        for x, points in sorted(merged.items())
+    }
