@@ -95,3 +95,36 @@ def split_by_memory(shots: Iterable[Shot], kv_tokens: int | None, block_tokens: 
 def work_of(spec: ModelSpec, category: Category, name: str, key: tuple[int, ...], weights: str) -> Work | None:
     """Least work of one cell; `spec` has per-rank widths."""
     return category_modules()[category].work(spec, name, key, weights)
+
+
+def rank_spec(spec: ModelSpec, tp: int) -> ModelSpec:
+    """The model with the sizes of one of tp ranks, experts whole.
+
+    Heads, MLP widths and the vocabulary divide; hidden size, latent ranks and the index heads of DSA do not. KV heads
+    divide down to one and are then replicated; the index heads of block selection follow them. Raises ConfigError
+    naming what tp does not divide.
+    """
+    if tp == 1:
+        return spec
+    gqa, indexer, moe = spec.gqa, spec.indexer, spec.moe
+    if gqa is not None:
+        gqa = replace(gqa, num_kv_heads=max(1, gqa.num_kv_heads // tp))
+        if indexer is not None:
+            indexer = replace(indexer, num_heads=gqa.num_kv_heads)
+    if moe is not None:
+        moe = replace(moe, shared_intermediate=_divided(moe.shared_intermediate, tp, "the shared expert's width"))
+    return replace(
+        spec,
+        num_heads=_divided(spec.num_heads, tp, "attention heads"),
+        intermediate=_divided(spec.intermediate, tp, "the MLP width"),
+        vocab=_divided(spec.vocab, tp, "the vocabulary"),
+        gqa=gqa,
+        indexer=indexer,
+        moe=moe,
+    )
+
+
+def _divided(value: int, tp: int, what: str) -> int:
+    if value % tp:
+        raise ConfigError(f"tp {tp} does not divide {what} of {value}")
+    return value // tp

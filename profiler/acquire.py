@@ -1,0 +1,220 @@
+"""Acquisition: sweep -> engine -> samples -> binding -> tables -> bundle."""
+
+import datetime
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from profiler.card import check_card, choose_engine, hardware_name
+from profiler.core.bundle import write_bundle
+from profiler.core.errors import AcquisitionError, ConfigError
+from profiler.core.registry import load_model, load_model_config
+from profiler.core.shots import Shot
+from profiler.core.types import Category, ModelSpec
+from profiler.engines.base import Engine, EngineOptions, ShotResult, create_engine, find_binding
+from profiler.kernels._axes import Limits
+from profiler.kernels.moe import local_experts
+from profiler.samples import Run, append_result, read_runs, start_run
+from profiler.sweep import choose_categories, merge, plan, rank_spec, split_by_memory
+from profiler.tabulate import Acquired, bundle_meta, config_sha256, tabulate
+
+Report = Callable[[int, int, str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One `profile` call. None stands for: every category of the model, the engine's own block length, the model's
+    own maximum length. See the command for the units of the rest."""
+
+    model: str
+    hardware: str
+    tps: tuple[int, ...]
+    ep_degrees: tuple[int, ...]
+    engine: str
+    grid: str
+    categories: tuple[str, ...] | None
+    kv_cache_dtype: str
+    block_tokens: int | None
+    max_model_len: int | None
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    warmup: int
+    repeats: int
+    command: str
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A job checked against the model: canonical names, and the shots of each tp before memory is known."""
+
+    spec: ModelSpec
+    config: dict[str, Any]
+    hardware: str
+    limits: dict[int, Limits]
+    categories: dict[int, tuple[Category, ...]]
+    shots: dict[int, dict[Category, list[Shot]]]
+
+
+def prepare(job: Job) -> Target:
+    """Everything that can be refused before a device is touched. Raises ConfigError."""
+    config = load_model_config(job.model)
+    spec = load_model(job.model)
+    hardware = hardware_name(job.hardware)
+    if job.warmup < 0 or job.repeats < 1:
+        raise ConfigError(f"--warmup {job.warmup} --repeats {job.repeats}: at least 0 and 1 are needed")
+    length = job.max_model_len or spec.max_position
+    if length > spec.max_position:
+        raise ConfigError(f"--max-model-len {length}: {spec.name} ends at {spec.max_position} positions")
+    check_block(spec, job.block_tokens)
+    limits, categories, shots = {}, {}, {}
+    for tp in job.tps:
+        rank_spec(spec, tp)
+        limits[tp] = Limits(job.grid, tp, job.ep_degrees, length, job.max_num_batched_tokens, job.max_num_seqs)
+        categories[tp] = choose_categories(spec, job.categories, tp)
+        if "moe" in categories[tp] and spec.moe is not None:
+            for ep in job.ep_degrees:
+                local_experts(spec.moe, ep)
+        shots[tp] = plan(spec, limits[tp], categories[tp])
+    return Target(spec, config, hardware, limits, categories, shots)
+
+
+def check_block(spec: ModelSpec, block_tokens: int | None) -> None:
+    """Refuses a KV block that no kernel of the model accepts, with ConfigError naming what is legal.
+
+    Token selection (DSA) reads pages of 64 rows; block selection uses one page per selection block.
+    """
+    if block_tokens is None or spec.indexer is None:
+        return
+    unit = spec.indexer.block_tokens if spec.indexer.block_tokens > 1 else 64
+    if block_tokens != unit:
+        raise ConfigError(
+            f"--block-size {block_tokens}: no kernel of {spec.name} takes it; its blocks hold {unit} tokens"
+        )
+
+
+def protocol(job: Job, whole_forward: bool) -> dict[str, Any]:
+    """How a cell is measured, as meta.yaml records it."""
+    cache = "as the rest of the forward pass leaves it" if whole_forward else "flushed before every timed call"
+    return {
+        "warmup": job.warmup,
+        "repeats": job.repeats,
+        "statistic": "median over repeats of the device time of one call",
+        "spread": "(p90 - p10) / median over repeats",
+        "l2": cache,
+    }
+
+
+def measure(
+    job: Job, target: Target, tp: int, report: Report, save_to: Path | None = None, earlier: Sequence[Run] = ()
+) -> Run:
+    """Starts the engine and runs the shots of one tp, without those that `earlier` runs have already.
+
+    Results go to `save_to` as they come. Raises AcquisitionError when the engine cannot start or the card is another.
+    """
+    check_card(target.hardware)
+    length = target.limits[tp].max_model_len
+    options = EngineOptions(
+        model=target.spec.name,
+        config=target.config,
+        spec=target.spec,
+        hardware=target.hardware,
+        tp=tp,
+        ep_degrees=job.ep_degrees,
+        kv_cache_dtype=job.kv_cache_dtype,
+        block_tokens=job.block_tokens,
+        max_model_len=length,
+        max_num_batched_tokens=job.max_num_batched_tokens,
+        max_num_seqs=job.max_num_seqs,
+    )
+    engine = create_engine(choose_engine(job.engine, target.hardware), options)
+    try:
+        return _run(job, target, tp, engine, report, save_to, earlier)
+    finally:
+        engine.close()
+
+
+def _run(
+    job: Job, target: Target, tp: int, engine: Engine, report: Report, save_to: Path | None, earlier: Sequence[Run]
+) -> Run:
+    info = engine.info()
+    planned = [shot for shots in target.shots[tp].values() for shot in shots]
+    if info.whole_forward:
+        planned = merge(planned)
+    shots, left_out = split_by_memory(planned, info.kv.get("tokens"), int(info.kv["block_tokens"]))
+    run = Run(
+        model=target.spec.name,
+        model_config_sha256=config_sha256(target.config),
+        hardware=target.hardware,
+        tp=tp,
+        started_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
+        command=job.command,
+        protocol=protocol(job, info.whole_forward),
+        limits=asdict(target.limits[tp]),
+        info=info,
+        shots=tuple(shots),
+        left_out=tuple(left_out),
+    )
+    done = finished(earlier)
+    todo = [index for index, shot in enumerate(shots) if shot not in done]
+    if save_to is not None:
+        start_run(save_to, run)
+    report(len(shots) - len(todo), len(shots), "")
+    count = len(shots) - len(todo)
+    for result in engine.run([shots[index] for index in todo], job.warmup, job.repeats):
+        own = _renumbered(result, todo[result.shot_index])
+        run.results[own.shot_index] = own
+        if save_to is not None:
+            append_result(save_to, own)
+        count += 1
+        report(count, len(shots), shots[own.shot_index].label)
+    return run
+
+
+def _renumbered(result: ShotResult, index: int) -> ShotResult:
+    samples = tuple(replace(sample, shot_index=index) for sample in result.samples)
+    return replace(result, shot_index=index, samples=samples)
+
+
+def finished(runs: Sequence[Run]) -> set[Shot]:
+    """Shots that these runs measured without a failure."""
+    return {run.shots[i] for run in runs for i, result in run.results.items() if result.failure is None}
+
+
+def load_samples(paths: Sequence[Path], target: Target) -> dict[int, list[Run]]:
+    """Runs of sample files by tp. Raises ConfigError when they are of another model, configuration or card."""
+    by_tp: dict[int, list[Run]] = {}
+    sha256 = config_sha256(target.config)
+    for run in read_runs(paths):
+        for what, there, here in (
+            ("model", run.model, target.spec.name),
+            ("card", run.hardware, target.hardware),
+            ("model configuration (sha256)", run.model_config_sha256, sha256),
+        ):
+            if there != here:
+                raise ConfigError(f"{', '.join(map(str, paths))}: {what} is {there}, {here} is asked for")
+        by_tp.setdefault(run.tp, []).append(run)
+    return by_tp
+
+
+def publish(runs: Sequence[Run], target: Target, job: Job, out_root: Path, force: bool) -> tuple[Path | None, Acquired]:
+    """Binds the runs of one tp and writes what is complete. Returns (bundle or None, what was acquired)."""
+    tp = runs[-1].tp
+    binding = find_binding(runs[-1].info)
+    acquired = tabulate(runs, target.spec, binding, job.categories)
+    if not acquired.tables:
+        return None, acquired
+    meta = bundle_meta(runs, target.spec, acquired, binding, job.command)
+    tables = {(tp, category): table for category, table in acquired.tables.items()}
+    return write_bundle(out_root, meta, tables, force), acquired
+
+
+def refuse_incomplete(acquired: Sequence[Acquired]) -> None:
+    """AcquisitionError that lists every table left out and why; nothing when all are complete."""
+    lines = [
+        f"  tp{one.tp}/{category}: {len(reasons)} of its cells failed, first: {reasons[0]}"
+        for one in acquired
+        for category, reasons in one.refused.items()
+    ]
+    if lines:
+        raise AcquisitionError("not published as complete:\n" + "\n".join(lines))

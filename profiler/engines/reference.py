@@ -1,0 +1,169 @@
+"""The reference engine: every component as its own call of profiler/ops, on the CPU or on a CUDA device.
+
+It needs torch alone. On a CPU it really measures that CPU. Weights and activations are bf16 whatever the checkpoint's
+format, so its tables are of the variant `bf16`; index keys are kept in the 132-byte rows that every engine uses.
+"""
+
+import os
+import platform
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Final
+
+from profiler.core.errors import AcquisitionError, ConfigError, SparsightError
+from profiler.core.shots import Shot
+from profiler.core.types import Category, ModelSpec
+from profiler.engines.base import EngineInfo, EngineOptions, KernelSample, ShotResult
+from profiler.sweep import rank_spec
+
+_LAYOUTS: Final = {"auto": "bf16", "bf16": "bf16", "bfloat16": "bf16", "fp8": "fp8_ds_mla", "fp8_ds_mla": "fp8_ds_mla"}
+# Share of the free memory that the cached tokens of one shot may take, and copies of them that a call makes.
+_KV_SHARE: Final = 0.5
+_KV_COPIES: Final = 4
+
+
+def create(options: EngineOptions) -> "ReferenceEngine":
+    try:
+        import torch  # noqa: F401
+    except ImportError:
+        raise AcquisitionError("the reference engine needs torch: pip install 'sparsight[torch]'") from None
+    return ReferenceEngine(options)
+
+
+class ReferenceEngine:
+    """One model's components on one device."""
+
+    def __init__(self, options: EngineOptions) -> None:
+        import torch
+
+        from profiler.engines.reference_support import attention, dense, experts
+        from profiler.engines.reference_support.bench import Bench
+        from profiler.ops.formats import SparseKVFormat
+        from profiler.timing import cpu_timer, cuda_timer
+
+        self._options = options
+        self._layout = _layout(options)
+        self._block_tokens = options.block_tokens or _block_tokens(options.spec)
+        device = torch.device("cpu" if options.hardware == "CPU" else "cuda")
+        packed = self._layout == "fp8_ds_mla"
+        kv_format = SparseKVFormat.FP8_PACKED if packed else SparseKVFormat.BF16
+        self._bench = Bench(rank_spec(options.spec, options.tp), device, torch.bfloat16, kv_format)
+        self._builders = {**dense.BUILDERS, **attention.BUILDERS, **experts.BUILDERS}
+        self._timer = cpu_timer() if device.type == "cpu" else cuda_timer(device)
+
+    def info(self) -> EngineInfo:
+        import torch
+
+        device = self._bench.device
+        cuda = {} if device.type == "cpu" else {"cuda": str(torch.version.cuda)}
+        return EngineInfo(
+            name="reference",
+            versions={"torch": torch.__version__, "python": platform.python_version(), **cuda},
+            gpu=_cpu_facts(torch.get_num_threads()) if device.type == "cpu" else _cuda_facts(device),
+            kv={
+                "layout": self._layout,
+                "block_tokens": self._block_tokens,
+                "caches": _caches(self._options.spec, self._layout),
+                "tokens": self._kv_tokens(),
+            },
+            weights="bf16",
+            layer_kinds=tuple(kind.name for kind in self._options.spec.kinds),
+            whole_forward=False,
+            settings={
+                "components": "each timed alone, as an operator of profiler.ops",
+                "index_scores": "random normal, distinct",
+                "routing": "random, by the model's selection rule",
+                "sampler": "greedy",
+            },
+        )
+
+    def run(self, shots: Sequence[Shot], warmup: int, repeats: int) -> Iterator[ShotResult]:
+        """One category and one expert slice after the other, so that only the weights of one are held at a time."""
+        for _, group in groupby(enumerate(shots), key=lambda item: _held_together(item[1])):
+            for index, shot in group:
+                yield self._measure(index, shot, warmup, repeats)
+            self._bench.clear()
+
+    def close(self) -> None:
+        self._bench.clear()
+
+    def _measure(self, index: int, shot: Shot, warmup: int, repeats: int) -> ShotResult:
+        samples: list[KernelSample] = []
+        for fill in shot.fills:
+            for name in fill.components:
+                try:
+                    times = self._timer(self._builders[name](self._bench, shot), warmup, repeats)
+                except KeyError:
+                    return ShotResult(index, tuple(samples), f"the reference engine has no operator for {name!r}")
+                except (RuntimeError, ValueError, MemoryError, SparsightError) as error:
+                    # torch reports a failed allocation and a failed kernel as RuntimeError alike.
+                    return ShotResult(index, tuple(samples), f"{name}: {type(error).__name__}: {error}")
+                samples += [KernelSample(index, r, fill.category, name, us, 1) for r, us in enumerate(times)]
+        return ShotResult(index, tuple(samples))
+
+    def _kv_tokens(self) -> int:
+        from profiler.engines.reference_support.bench import free_bytes
+
+        per_token = sum(int(cache["bytes_per_token_layer"]) for cache in _caches(self._options.spec, self._layout))
+        return int(_KV_SHARE * free_bytes(self._bench.device)) // (_KV_COPIES * per_token)
+
+
+def _held_together(shot: Shot) -> tuple[Category, int]:
+    return shot.fills[0].category, shot.moe.ep if shot.moe else 0
+
+
+def _layout(options: EngineOptions) -> str:
+    layout = _LAYOUTS.get(options.kv_cache_dtype)
+    legal = sorted(_LAYOUTS) if options.spec.mla else ["auto", "bf16", "bfloat16"]
+    if layout is None or options.kv_cache_dtype not in legal:
+        raise ConfigError(
+            f"--kv-cache-dtype {options.kv_cache_dtype}: the reference engine measures {', '.join(legal)} "
+            f"for {options.spec.name}"
+        )
+    return layout
+
+
+def _block_tokens(spec: ModelSpec) -> int:
+    """Block length that engines use: one page per selection block, 64 rows for MLA, else 16."""
+    if spec.indexer is not None and spec.indexer.block_tokens > 1:
+        return spec.indexer.block_tokens
+    return 64 if spec.mla is not None else 16
+
+
+def _caches(spec: ModelSpec, layout: str) -> list[dict[str, Any]]:
+    """Bytes per token and layer of each cache, whole (before any division over tensor-parallel ranks)."""
+    caches: list[dict[str, Any]] = []
+    if spec.mla is not None:
+        latent = 656 if layout == "fp8_ds_mla" else 2 * spec.mla.latent_dim
+        caches.append({"name": "mla", "bytes_per_token_layer": latent})
+        if spec.indexer is not None:
+            caches.append({"name": "indexer", "bytes_per_token_layer": spec.indexer.head_dim + 4})
+    if spec.gqa is not None:
+        caches.append({"name": "kv", "bytes_per_token_layer": 4 * spec.gqa.num_kv_heads * spec.gqa.head_dim})
+        if spec.indexer is not None:
+            caches.append({"name": "indexer", "bytes_per_token_layer": 2 * spec.indexer.head_dim})
+    return caches
+
+
+def _cpu_facts(threads: int) -> dict[str, Any]:
+    names = [
+        line.partition(":")[2].strip()
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        if line.startswith("model name")
+    ]
+    model = names[0] if names else platform.machine()
+    return {"name": "CPU", "model": model, "cores": os.cpu_count(), "threads": threads, "driver": None}
+
+
+def _cuda_facts(device: Any) -> dict[str, Any]:
+    import torch
+
+    properties = torch.cuda.get_device_properties(device)
+    return {
+        "name": properties.name,
+        "driver": None,
+        "memory_total_mib": properties.total_memory // (1 << 20),
+        "compute_capability": f"{properties.major}.{properties.minor}",
+        "sm_count": properties.multi_processor_count,
+    }

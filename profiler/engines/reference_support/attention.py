@@ -1,0 +1,110 @@
+"""Calls of the attention-like components. A batch's requests are separate: each has cache rows of its own."""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Final
+
+import torch
+
+from profiler.core.shots import Shot
+from profiler.engines.reference_support.bench import Bench, Builder, Call
+from profiler.ops.formats import SparseKVFormat, dequantize_index_rows, quantize_index_rows, quantize_mla_rows
+from profiler.ops.gqa import gqa_prefill
+from profiler.ops.indexer import index_scores, select_topk_causal
+from profiler.ops.mla import mla_prefill, sparse_mla, widen_rows
+
+
+def _latents(bench: Bench, rows: int) -> torch.Tensor:
+    """Cache rows of MLA in the layout under test."""
+    assert bench.spec.mla is not None
+    latents = bench.random(rows, bench.spec.mla.latent_dim, what="cached latents")
+    return quantize_mla_rows(latents) if bench.kv_format is SparseKVFormat.FP8_PACKED else latents
+
+
+def _seen(bench: Bench, new: int, context: int) -> torch.Tensor:
+    return torch.arange(context, context + new, device=bench.device)
+
+
+def _scores(bench: Bench, rows: int, keys: int) -> torch.Tensor:
+    """Distinct random scores: ties would slow a top-k down or speed it up."""
+    generator = torch.Generator(device=bench.device).manual_seed(bench.seed + rows)
+    return torch.randn(rows, keys, device=bench.device, dtype=torch.float32, generator=generator)
+
+
+def _index_scores(bench: Bench, shot: Shot) -> Call:
+    """Reads the 132-byte rows of each request and scores its new tokens against all of them."""
+    index = bench.spec.indexer
+    assert index is not None
+    work = []
+    for new, context in shot.requests:
+        rows = quantize_index_rows(bench.random(new + context, index.head_dim, what="index keys"))
+        query = bench.random(new, index.num_heads, index.head_dim)
+        work.append((query, bench.random(new, index.num_heads), rows))
+    return lambda: [index_scores(q, w, dequantize_index_rows(rows, bench.dtype)) for q, w, rows in work]
+
+
+def _index_topk(bench: Bench, shot: Shot) -> Call:
+    index = bench.spec.indexer
+    assert index is not None
+    work = [(_scores(bench, new, new + ctx), _seen(bench, new, ctx)) for new, ctx in shot.requests]
+    return lambda: [select_topk_causal(scores, seen, index.topk, checked=False) for scores, seen in work]
+
+
+def _picked(bench: Bench, requests: Sequence[tuple[int, int]]) -> torch.Tensor:
+    """Cache rows that every new token attends, (new tokens, K) int32, K the longest pick of the batch."""
+    assert bench.spec.indexer is not None
+    topk = bench.spec.indexer.topk
+    width = min(topk, max(new + context for new, context in requests))
+    starts = accumulate((new + context for new, context in requests), initial=0)
+    parts = []
+    for (new, context), start in zip(requests, starts, strict=False):
+        scores = _scores(bench, new, new + context)
+        picks = select_topk_causal(scores, _seen(bench, new, context), topk, checked=False)[:, :width]
+        parts.append(torch.where(picks >= 0, picks + start, picks))
+    return torch.cat(parts)
+
+
+def _sparse_mla(bench: Bench, shot: Shot) -> Call:
+    mla, heads = bench.spec.mla, bench.spec.num_heads
+    assert mla is not None
+    rows, picks = _latents(bench, shot.kv_tokens), _picked(bench, shot.requests)
+    nope = bench.random(shot.new_tokens, heads, mla.kv_lora_rank)
+    rope = bench.random(shot.new_tokens, heads, mla.qk_rope_head_dim)
+    scale = (mla.qk_nope_head_dim + mla.qk_rope_head_dim) ** -0.5
+    return lambda: sparse_mla(nope, rope, rows, picks, scale, kv_format=bench.kv_format, checked=False)
+
+
+def _mla_dense_prefill(bench: Bench, shot: Shot) -> Call:
+    mla, heads = bench.spec.mla, bench.spec.num_heads
+    assert mla is not None
+    kv_b = bench.weight("kv_b_proj", heads, mla.qk_nope_head_dim + mla.v_head_dim, mla.kv_lora_rank)
+    scale = (mla.qk_nope_head_dim + mla.qk_rope_head_dim) ** -0.5
+    work = []
+    for new, context in shot.requests:
+        nope = bench.random(new, heads, mla.qk_nope_head_dim)
+        rope = bench.random(new, heads, mla.qk_rope_head_dim)
+        work.append((nope, rope, _latents(bench, new + context)))
+    return lambda: [
+        mla_prefill(nope, rope, widen_rows(rows, bench.kv_format, bench.dtype), kv_b, scale)
+        for nope, rope, rows in work
+    ]
+
+
+def _attention(bench: Bench, shot: Shot) -> Call:
+    gqa, heads = bench.spec.gqa, bench.spec.num_heads
+    assert gqa is not None
+    work = []
+    for new, context in shot.requests:
+        query = bench.random(new, heads, gqa.head_dim)
+        key = bench.random(new + context, gqa.num_kv_heads, gqa.head_dim, what="cached keys")
+        work.append((query, key, bench.random(new + context, gqa.num_kv_heads, gqa.head_dim, what="cached values")))
+    return lambda: [gqa_prefill(q, k, v, gqa.head_dim**-0.5) for q, k, v in work]
+
+
+BUILDERS: Final[dict[str, Builder]] = {
+    "index_scores": _index_scores,
+    "index_topk": _index_topk,
+    "sparse_mla": _sparse_mla,
+    "mla_dense_prefill": _mla_dense_prefill,
+    "attention": _attention,
+}

@@ -1,0 +1,239 @@
+"""From runs of samples to the tables and the meta of a bundle. Pure: needs neither device nor engine."""
+
+import hashlib
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from profiler.bind import Bound, Row, Unbound, bind
+from profiler.card import CPU
+from profiler.core.bundle import SCHEMA_VERSION, Table, make_table
+from profiler.core.errors import AcquisitionError, ConfigError
+from profiler.core.hardware import Hardware, load_hardware
+from profiler.core.shots import Shot
+from profiler.core.tables import KEY_COLUMNS
+from profiler.core.types import Category, ModelSpec
+from profiler.core.units import MIB
+from profiler.engines.base import Binding, EngineInfo, ShotResult
+from profiler.samples import Run
+from profiler.sweep import rank_spec, work_of
+
+# Keys of a GPU description that change between two moments on the same card.
+_MOMENTARY: Final = ("pstate", "sm_clock_mhz", "memory_clock_mhz", "power_w", "temperature_c")
+# A cell may beat its roofline by this much before it counts as missing work: boost clocks and decimal peaks.
+_ROOFLINE_SLACK: Final = 0.95
+_LAYOUT_OF_WEIGHTS: Final = "bf16"
+
+
+@dataclass(frozen=True, slots=True)
+class Acquired:
+    """What one tp yielded. tables: complete categories. refused: category -> why it is not published, line by line."""
+
+    tp: int
+    tables: Mapping[Category, Table]
+    refused: Mapping[Category, tuple[str, ...]]
+    unbound: tuple[Unbound, ...]
+    bound_share: float
+    grid: Mapping[str, Any]
+
+
+def config_sha256(config: Mapping[str, Any]) -> str:
+    """Hash of a raw model configuration, independent of its formatting and key order."""
+    text = json.dumps(config, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def variant_name(weights: str, kv_layout: str) -> str:
+    """`<weights>[-kv<layout>]`, the layout left out where the cache is plain bf16."""
+    return weights if kv_layout == _LAYOUT_OF_WEIGHTS else f"{weights}-kv{kv_layout}"
+
+
+def tabulate(runs: Sequence[Run], spec: ModelSpec, binding: Binding, categories: Iterable[str] | None) -> Acquired:
+    """Tables of one tp from its runs; where a shot was run twice, the later run that did not fail counts.
+
+    `categories` are those wanted, None for all that the runs have shots of.
+
+    A category is refused when a shot of it is missing or failed, a component has no kernel, or a cell is faster than
+    the card's peak rates allow. Raises AcquisitionError when kernels of material time belong to no component: then
+    nothing of this tp can be trusted. Raises ConfigError when the runs are not of one engine and layout.
+    """
+    info = _one_engine(runs)
+    shots, results = _latest(runs)
+    bound = bind(results.values(), shots, spec, info, binding)
+    _refuse_material(bound)
+    refused: dict[Category, list[str]] = defaultdict(list)
+    for category, lines in bound.problems.items():
+        refused[category] += lines
+    planned = (fill.category for shot in (*shots, *runs[-1].left_out) for fill in shot.fills)
+    wanted = [c for c in dict.fromkeys(planned) if categories is None or c in categories]
+    for index, shot in enumerate(shots):
+        if index not in results:
+            for category in dict.fromkeys(fill.category for fill in shot.fills):
+                refused[category].append(f"{shot.label}: not run")
+    for category, impossible in _too_fast(bound.rows, spec, runs[-1], info).items():
+        refused[category] += impossible
+    cells = _cells(bound.rows)
+    for category in wanted:
+        if not cells.get(category) and not refused[category]:
+            refused[category].append("no shot was measured")
+    tables = {
+        category: make_table(category, cells[category], f"tp{runs[-1].tp}/{category}")
+        for category in wanted
+        if not refused[category]
+    }
+    grid = _grid(runs, tables)
+    reasons = {category: tuple(lines) for category, lines in refused.items() if lines and category in wanted}
+    return Acquired(runs[-1].tp, tables, reasons, bound.unbound, bound.bound_share, grid)
+
+
+def _one_engine(runs: Sequence[Run]) -> EngineInfo:
+    first = runs[0]
+    for run in runs[1:]:
+        for what, a, b in (
+            ("engine", first.info.name, run.info.name),
+            ("versions", dict(first.info.versions), dict(run.info.versions)),
+            ("card", first.info.gpu.get("name"), run.info.gpu.get("name")),
+            ("KV layout", _kv(first.info), _kv(run.info)),
+            ("weights", first.info.weights, run.info.weights),
+            ("layers", first.info.layer_kinds, run.info.layer_kinds),
+            ("protocol", dict(first.protocol), dict(run.protocol)),
+            ("model configuration", first.model_config_sha256, run.model_config_sha256),
+        ):
+            if a != b:
+                raise ConfigError(f"samples of tp {first.tp} are of two kinds: {what} {a!r} and {b!r}")
+    return runs[-1].info
+
+
+def _latest(runs: Sequence[Run]) -> tuple[list[Shot], dict[int, ShotResult]]:
+    """The shots of the last run, then others' that it does not plan, and a result for each that has one."""
+    index_of: dict[Shot, int] = {}
+    measured = {run.shots[own] for run in runs for own in run.results}
+    for run in reversed(runs):
+        for shot in run.shots:
+            if shot in measured or shot not in runs[-1].left_out:
+                index_of.setdefault(shot, len(index_of))
+    results: dict[int, ShotResult] = {}
+    for run in runs:
+        for own, result in run.results.items():
+            index = index_of[run.shots[own]]
+            if result.failure is None or index not in results:
+                results[index] = replace(result, shot_index=index)
+    return list(index_of), results
+
+
+def _refuse_material(bound: Bound) -> None:
+    material = [kernel for kernel in bound.unbound if kernel.material]
+    if not material:
+        return
+    lines = "\n".join(
+        f"  {k.duration_us:10.1f} us  {100 * k.share:5.1f} %  {k.module or '(no module)'}  {k.kernel[:100]}"
+        for k in material[:20]
+    )
+    raise AcquisitionError(
+        f"{len(material)} kernels of material time belong to no component, so no table is published (time and share "
+        f"of the shot where it is largest):\n{lines}"
+    )
+
+
+def _cells(rows: Iterable[Row]) -> dict[Category, list[tuple[str | int | float, ...]]]:
+    """Table rows by category; a cell measured by two shots counts once, the earlier one."""
+    seen: dict[tuple[Category, str, tuple[int, ...]], Row] = {}
+    for row in rows:
+        seen.setdefault((row.category, row.name, row.key), row)
+    cells: dict[Category, list[tuple[str | int | float, ...]]] = defaultdict(list)
+    for row in seen.values():
+        spread = round(row.spread_rel, 4) if math.isfinite(row.spread_rel) else row.spread_rel
+        cells[row.category].append((row.name, *row.key, float(f"{row.time_us:.6g}"), spread))
+    return cells
+
+
+def _too_fast(rows: Iterable[Row], spec: ModelSpec, run: Run, info: EngineInfo) -> dict[Category, list[str]]:
+    """Cells below the time that the card's peak arithmetic and bandwidth need: their work was not all counted."""
+    if run.hardware == CPU:
+        return {}
+    hardware, sizes = load_hardware(run.hardware), rank_spec(spec, run.tp)
+    found: dict[Category, list[str]] = defaultdict(list)
+    for row in rows:
+        least = least_us(sizes, row, info.weights, hardware)
+        if row.time_us < _ROOFLINE_SLACK * least:
+            at = ", ".join(f"{c}={v}" for c, v in zip(KEY_COLUMNS[row.category][1:], row.key, strict=True))
+            found[row.category].append(
+                f"{row.name} at {at}: {row.time_us:.2f} us, but {hardware.name} needs {least:.2f} us at peak rates: "
+                "work is missing from it"
+            )
+    return found
+
+
+def least_us(spec: ModelSpec, row: Row, weights: str, hardware: Hardware) -> float:
+    """Lower bound of a cell's time: its products at the highest tensor peak, its bytes beyond the L2 at HBM speed.
+
+    `spec` has per-rank sizes. 0 for a component whose work is not known.
+    """
+    work = work_of(spec, row.category, row.name, row.key, weights)
+    if work is None:
+        return 0.0
+    compute = work.flops / (max(hardware.fp8_tflops, hardware.bf16_tflops) * 1e6)
+    memory = max(0.0, work.bytes - hardware.l2_mib * MIB) / (hardware.hbm_gbps * 1e3)
+    return max(compute, memory)
+
+
+def _kv(info: EngineInfo) -> dict[str, Any]:
+    """What serving must agree with: the number of tokens that fitted is a fact of one run only."""
+    return {key: value for key, value in info.kv.items() if key != "tokens"}
+
+
+def _grid(runs: Sequence[Run], tables: Mapping[Category, Table]) -> dict[str, Any]:
+    """Per table its axes and the run that filled it, and per run what it ran under."""
+    run = runs[-1]
+    grid: dict[str, Any] = {}
+    for category, table in tables.items():
+        axes = {c: sorted({float(v) for v in table.columns[c]}) for c in KEY_COLUMNS[category][1:]}
+        left_out = sum(any(f.category == category for f in shot.fills) for shot in run.left_out)
+        axes_text = {name: " ".join(f"{value:.0f}" for value in values) for name, values in axes.items()}
+        grid[f"tp{run.tp}/{category}"] = {
+            "name": run.limits.get("grid"),
+            "axes": axes_text,
+            "left_out_for_memory": left_out,
+            "run": f"run {run.started_at} tp{run.tp}",
+        }
+    for each in runs:
+        grid[f"run {each.started_at} tp{each.tp}"] = {
+            "tp": each.tp,
+            "limits": dict(each.limits),
+            "kv_tokens": each.info.kv.get("tokens"),
+            "card": {key: each.info.gpu[key] for key in _MOMENTARY if key in each.info.gpu},
+            "settings": dict(each.info.settings),
+        }
+    return grid
+
+
+def bundle_meta(
+    runs: Sequence[Run], spec: ModelSpec, acquired: Acquired, binding: Binding, command: str
+) -> dict[str, Any]:
+    """meta.yaml of a bundle, without `files`."""
+    run, info = runs[-1], runs[-1].info
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "provenance": "measured",
+        "hardware": run.hardware,
+        "gpu": {key: value for key, value in info.gpu.items() if key not in _MOMENTARY},
+        "engine": {"name": info.name, "versions": dict(info.versions)},
+        "model": run.model,
+        "model_config_sha256": run.model_config_sha256,
+        "variant": variant_name(info.weights, str(info.kv["layout"])),
+        "weights": info.weights,
+        "kv": _kv(info),
+        "contract": "serving",
+        "attended_cap_tokens": spec.indexer.attended_cap_tokens if spec.indexer else None,
+        "protocol": dict(run.protocol),
+        "layer_kinds": list(info.layer_kinds),
+        "shared_kernels": dict(binding.FUSED),
+        "not_published": {f"tp{run.tp}/{c}": len(lines) for c, lines in acquired.refused.items()},
+        "bound_share": round(acquired.bound_share, 6),
+        "grid": dict(acquired.grid),
+        "measured_at": run.started_at,
+        "command": command,
+    }
