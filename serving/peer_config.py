@@ -182,7 +182,7 @@ def _engine(one: PeerInstance, overrides: Overrides) -> EngineSettings:
         prefix_caching=_first(one.enable_prefix_caching, overrides.prefix_caching, True),
         policy="fcfs",
         kv_cache_dtype=one.kv_cache_dtype,
-        block_tokens=one.block_size if one.block_size is not None else 16,
+        block_tokens=one.block_size,
         gpu_memory_utilization=one.npu_mem.mem_util,
         num_gpu_blocks=None,
         available_kv_gib=None,

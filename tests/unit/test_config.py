@@ -122,7 +122,7 @@ def test_the_peers_file_keeps_its_names_units_and_defaults(tmp_path):
     (instance,) = cluster.instances
     engine = instance.engine
     assert (instance.model, instance.hardware) == ("meta-llama/Llama-3.1-8B", "RTXPRO6000")
-    assert (engine.max_num_seqs, engine.max_num_batched_tokens, engine.block_tokens) == (128, 2048, 16)
+    assert (engine.max_num_seqs, engine.max_num_batched_tokens, engine.block_tokens) == (128, 2048, None)
     assert (instance.memory.mem_size_gib, instance.memory.mem_util) == (96, 0.9)
     assert instance.links.bandwidth_gbps == pytest.approx(16 * 2**30 / 1e9)
     assert instance.links.latency_us == 20

@@ -1,0 +1,141 @@
+"""Per-request rows and run-wide figures of a replay. Times are nanoseconds; only finished requests enter the figures.
+
+TTFT = first token - arrival; TPOT = (finish - first token) / (output tokens - 1), undefined for a single token;
+ITL = time between two consecutive tokens; E2E = finish - arrival; makespan = last finish - first arrival.
+"""
+
+import csv
+import io
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from profiler.core.units import NS_PER_S
+from serving.core.runlog import RequestRecord, percentile
+from serving.result import Deployment, Result
+from serving.traces import TraceRequest
+
+COLUMNS: Final = (
+    "request_id", "instance_id", "prompt_tokens", "output_tokens", "arrival_ns", "queued_ns", "scheduled_ns",
+    "first_token_ns", "finish_ns", "ttft_ns", "tpot_ns", "itl_p50_ns", "itl_p99_ns", "preemptions",
+    "prefix_hit_tokens", "outcome",
+)  # fmt: skip
+PERCENTS: Final = (50, 90, 99)
+
+
+def request_rows(result: Result) -> Iterator[tuple[str | int | None, ...]]:
+    """One row of COLUMNS per request, in trace order; None where a request never got that far.
+
+    instance_id: the engine (data-parallel rank), counted over the cluster; None when the request was never routed.
+    tpot_ns: rounded to a whole nanosecond, None below two output tokens.
+    """
+    for asked, got in zip(result.trace.requests, result.records, strict=True):
+        yield (
+            asked.request_id, got.engine_index if got.engine_index >= 0 else None, asked.prompt_tokens,
+            asked.output_tokens, asked.arrival_ns, got.queued_ns, got.scheduled_ns, got.first_token_ns, got.finish_ns,
+            _since(asked.arrival_ns, got.first_token_ns), _tpot_ns(asked, got), got.itl_p50_ns, got.itl_p99_ns,
+            got.preemptions, got.prefix_hit_tokens, got.outcome,
+        )  # fmt: skip
+
+
+def csv_text(result: Result) -> str:
+    """The rows as CSV with a header, empty cells for None; equal results give equal bytes."""
+    stream = io.StringIO()
+    writer = csv.writer(stream, lineterminator="\n")
+    writer.writerow(COLUMNS)
+    writer.writerows(request_rows(result))
+    return stream.getvalue()
+
+
+def summary(result: Result) -> dict[str, Any]:
+    """The run as one JSON-ready mapping. Figures without any sample are None."""
+    pairs = list(zip(result.trace.requests, result.records, strict=True))
+    finished = [(asked, got) for asked, got in pairs if got.outcome == "finished"]
+    outcomes = Counter(got.outcome for _, got in pairs)
+    first_arrival_ns = pairs[0][0].arrival_ns
+    makespan_ns = max((got.finish_ns or 0 for _, got in finished), default=first_arrival_ns) - first_arrival_ns
+    prompt_tokens = sum(asked.prompt_tokens for asked, _ in finished)
+    output_tokens = sum(asked.output_tokens for asked, _ in finished)
+    return {
+        "cluster": result.cluster,
+        "router": result.router,
+        "trace_format": result.trace.format,
+        "seed": result.seed,
+        "horizon_ns": result.horizon_ns,
+        "requests": {
+            "total": len(pairs),
+            "finished": outcomes["finished"],
+            "rejected": outcomes["rejected"],
+            "unfinished": outcomes["unfinished"],
+            "bad_rows_skipped": len(result.trace.skipped),
+        },
+        "makespan_ns": makespan_ns,
+        "prompt_tokens": prompt_tokens,
+        "output_tokens": output_tokens,
+        "requests_per_s": _rate(len(finished), makespan_ns),
+        "output_tokens_per_s": _rate(output_tokens, makespan_ns),
+        "total_tokens_per_s": _rate(prompt_tokens + output_tokens, makespan_ns),
+        "ttft_ns": _spread(Counter(_since(asked.arrival_ns, got.first_token_ns) for asked, got in finished)),
+        "tpot_ns": _spread(Counter(_tpot_ns(asked, got) for asked, got in finished)),
+        "itl_ns": _spread(result.gaps_ns),
+        "e2e_ns": _spread(Counter(_since(asked.arrival_ns, got.finish_ns) for asked, got in finished)),
+        "preemptions": sum(got.preemptions for _, got in pairs),
+        "prefix_hit_tokens": sum(got.prefix_hit_tokens for _, got in pairs),
+        "steps": result.steps,
+        "extrapolated_lookups": result.extrapolated_lookups,
+        "instances": [_deployment(one) for one in result.deployments],
+    }
+
+
+def _since(start_ns: int, end_ns: int | None) -> int | None:
+    return None if end_ns is None else end_ns - start_ns
+
+
+def _tpot_ns(asked: TraceRequest, got: RequestRecord) -> int | None:
+    if got.finish_ns is None or got.first_token_ns is None or asked.output_tokens < 2:
+        return None
+    return round((got.finish_ns - got.first_token_ns) / (asked.output_tokens - 1))
+
+
+def _rate(count: int, duration_ns: int) -> float | None:
+    return count * NS_PER_S / duration_ns if duration_ns else None
+
+
+def _spread(counts: Mapping[int | None, int] | Mapping[int, int]) -> dict[str, float | None]:
+    known = {value: count for value, count in counts.items() if value is not None}
+    if not known:
+        return {"mean": None, **{f"p{percent}": None for percent in PERCENTS}}
+    mean = sum(value * count for value, count in known.items()) / sum(known.values())
+    return {"mean": mean, **{f"p{percent}": percentile(known, percent) for percent in PERCENTS}}
+
+
+def _deployment(one: Deployment) -> dict[str, Any]:
+    return {
+        "model": one.model,
+        "hardware": one.hardware,
+        "instance_ids": list(one.engines),
+        "tp": one.parallel.tp,
+        "pp": one.parallel.pp,
+        "dp": one.parallel.dp,
+        "ep": one.parallel.ep,
+        "lockstep": one.lockstep,
+        "kv_layout": one.kv_layout,
+        "block_tokens": one.block_tokens,
+        "num_gpu_blocks_per_rank": one.num_gpu_blocks,
+        "num_gpu_blocks_source": one.blocks_source,
+        "kv_tokens_per_rank": one.kv_tokens,
+        "max_model_len": one.max_model_len_tokens,
+        "max_num_batched_tokens": one.max_num_batched_tokens,
+        "max_num_seqs": one.max_num_seqs,
+        "long_prefill_token_threshold": one.long_prefill_threshold_tokens,
+        "enable_chunked_prefill": one.chunked_prefill,
+        "enable_prefix_caching": one.prefix_caching,
+        "policy": one.policy,
+        "tables": {
+            "hardware": one.tables.hardware,
+            "model": one.tables.model,
+            "variant": one.tables.variant,
+            "provenance": one.tables.provenance,
+            "engine": one.tables.engine,
+        },
+    }

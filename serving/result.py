@@ -1,0 +1,69 @@
+"""What a replay returns: frozen values that metrics, reports and comparisons read."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from profiler.core.types import Parallel
+from serving.core.runlog import RequestRecord
+from serving.traces import Trace
+
+
+@dataclass(frozen=True, slots=True)
+class Tables:
+    """The bundle that priced a deployment, and where its numbers come from."""
+
+    hardware: str
+    model: str
+    variant: str
+    provenance: str
+    engine: str
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """One instance of the cluster as it ran, with every setting resolved.
+
+    engines: the instance_ids of its data-parallel ranks. num_gpu_blocks (per rank) includes the null block;
+    kv_tokens is what the usable blocks of one rank hold. lockstep: its ranks step together.
+    """
+
+    model: str
+    hardware: str
+    parallel: Parallel
+    engines: tuple[int, ...]
+    lockstep: bool
+    kv_layout: str
+    block_tokens: int
+    num_gpu_blocks: int
+    blocks_source: str
+    max_model_len_tokens: int
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    long_prefill_threshold_tokens: int
+    chunked_prefill: bool
+    prefix_caching: bool
+    policy: str
+    tables: Tables
+
+    @property
+    def kv_tokens(self) -> int:
+        return (self.num_gpu_blocks - 1) * self.block_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One replay. `records` follow the trace; `gaps_ns` counts each time between two tokens over all requests.
+
+    extrapolated_lookups: table lookups outside the measured range, only ever above 0 when they were allowed.
+    """
+
+    cluster: str
+    router: str
+    trace: Trace
+    records: tuple[RequestRecord, ...]
+    gaps_ns: Mapping[int, int]
+    deployments: tuple[Deployment, ...]
+    steps: int
+    extrapolated_lookups: int
+    seed: int
+    horizon_ns: int | None
