@@ -1,0 +1,369 @@
+"""The memory budget of one rank, as vLLM computes it: device total, weights, activations, graphs, then KV blocks.
+
+Each term is named and has its source, so that it can be compared with an engine's log and overridden where the log
+says otherwise. What no formula gives is a stated reserve (docs/guide/weights-and-placement.md).
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from profiler.core.errors import CapacityError, ConfigError
+from profiler.core.hardware import Hardware
+from profiler.core.kv import KvLayout, blocks_for, kv_layout
+from profiler.core.shard import Geometry, describe, geometry
+from profiler.core.types import ModelSpec, Parallel
+from profiler.core.units import GIB, MIB
+from profiler.core.weights import stage_weights
+
+DEFAULT_UTILIZATION = 0.9
+
+OTHER_ACTIVATION_GIB = 0.5
+NON_TORCH_ALONE_GIB = 0.25
+NON_TORCH_GROUP_GIB = 1.4
+CUDA_GRAPH_GIB_PER_LAYER = 4.99 / 78
+
+_INDEX_WORKSPACE_ROWS_PER_TOKEN = 40
+_INDEX_LOGITS_BYTES = 512 * MIB
+_FLASHMLA_ROWS_PER_TOKEN = 5
+_MHA_EXPAND_TOKENS = 64 * 1024
+_MOE_PASS_TOKENS = 32 * 1024
+_LAYER_BUFFERS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """One part of the device's memory in GiB, and where the figure comes from."""
+
+    name: str
+    gib: float
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Memory of one rank, of the pipeline stage that holds the fewest KV blocks.
+
+    terms: parts of the device's memory in the order of the computation. With the KV memory and what the utilisation
+    leaves unused they sum to total_gib; empty when the available KV memory was given. layout: of the widest stage.
+    kv_available_gib may be negative: by how much the rest does not fit. num_gpu_blocks includes the engine's null
+    block, as its logs do.
+    """
+
+    spec: ModelSpec
+    parallel: Parallel
+    layout: KvLayout
+    total_gib: float
+    utilization: float
+    terms: tuple[Term, ...]
+    kv_available_gib: float
+    num_gpu_blocks: int
+    max_model_len: int
+    largest_max_model_len: int
+    stage: int
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens that the KV cache of one engine holds: its ranks hold them together or each the same ones."""
+        return self.num_gpu_blocks * self.layout.tokens_per_block
+
+    @property
+    def needed_blocks(self) -> int:
+        """Blocks of one sequence of max_model_len tokens; the engine does not start with fewer."""
+        return blocks_for(self.layout, self.max_model_len)
+
+    @property
+    def needed_kv_gib(self) -> float:
+        return self.needed_blocks * self.layout.bytes_per_block / GIB
+
+    @property
+    def max_concurrency(self) -> float:
+        """Sequences of max_model_len tokens at once, as the engine prints it."""
+        return self.num_gpu_blocks / self.needed_blocks
+
+    @property
+    def fits(self) -> bool:
+        return self.num_gpu_blocks >= self.needed_blocks
+
+    def gib(self, name: str) -> float:
+        return sum(term.gib for term in self.terms if term.name == name)
+
+    def explain(self) -> str:
+        """Every term on one line."""
+        parts = [f"{term.name} {term.gib:.2f}" for term in self.terms]
+        return f"{self.total_gib:.2f} GiB x {self.utilization:g}: {', '.join(parts)}, KV {self.kv_available_gib:.2f}"
+
+
+def default_batched_tokens(hardware: Hardware) -> int:
+    """max_num_batched_tokens of vLLM's API server on a GPU of this size (facts of vLLM 0.31, arg_utils)."""
+    if hardware.memory_total_gib >= 160:
+        return 16384
+    return 8192 if hardware.memory_total_gib >= 70 else 2048
+
+
+def default_num_seqs(hardware: Hardware) -> int:
+    """max_num_seqs of vLLM on a GPU of this size."""
+    return 1024 if hardware.memory_total_gib >= 70 else 256
+
+
+def memory_budget(
+    spec: ModelSpec,
+    hardware: Hardware,
+    parallel: Parallel,
+    *,
+    max_model_len: int,
+    kv_dtype: str = "auto",
+    utilization: float = DEFAULT_UTILIZATION,
+    max_num_batched_tokens: int | None = None,
+    max_num_seqs: int | None = None,
+    block_tokens: int | None = None,
+    index_dtype: str = "auto",
+    mtp_layers: int = 0,
+    dcp: int = 1,
+    other_activation_gib: float = OTHER_ACTIVATION_GIB,
+    non_torch_gib: float | None = None,
+    cuda_graph_gib: float | None = None,
+    available_kv_gib: float | None = None,
+) -> Budget:
+    """The memory of one rank and the KV blocks that it holds.
+
+    max_model_len in tokens; max_num_batched_tokens and max_num_seqs default to the engine's choice for the GPU.
+    other_activation_gib, non_torch_gib and cuda_graph_gib replace the stated reserves. available_kv_gib, as a log
+    prints it, replaces the whole budget. A budget that does not fit is returned, not raised: see Budget.fits and
+    require_fit. Raises ConfigError for an illegal split, dtype or block size, or a number out of range.
+    """
+    batched = default_batched_tokens(hardware) if max_num_batched_tokens is None else max_num_batched_tokens
+    seqs = default_num_seqs(hardware) if max_num_seqs is None else max_num_seqs
+    _check_range(spec, hardware, max_model_len, utilization, batched, seqs, available_kv_gib)
+    for name, value in (
+        ("other_activation_gib", other_activation_gib),
+        ("non_torch_gib", non_torch_gib),
+        ("cuda_graph_gib", cuda_graph_gib),
+    ):
+        if value is not None and not 0 <= value < hardware.memory_total_gib:
+            raise ConfigError(f"{name} is {value}; it must be between 0 and the device's memory")
+
+    split, weights = geometry(spec, parallel, dcp), stage_weights(spec, parallel, mtp_layers=mtp_layers)
+    layouts = {
+        stage: kv_layout(
+            spec,
+            parallel,
+            hardware.architecture,
+            kv_dtype,
+            index_dtype=index_dtype,
+            block_tokens=block_tokens,
+            dcp=dcp,
+            mtp_layers=mtp_layers,
+            stage=stage,
+        )
+        for stage in (None, *range(parallel.pp))
+    }
+    reserves = _reserves(spec, parallel, non_torch_gib, cuda_graph_gib, other_activation_gib)
+    ranks = []
+    for stage in range(parallel.pp):
+        held = Term("weights", weights[stage].total_bytes / GIB, "engine view of the weights")
+        ranks.append(
+            _Rank(
+                stage,
+                layouts[stage],
+                hardware.memory_total_gib * utilization,
+                (held, *reserves) if available_kv_gib is None else (),
+                available_kv_gib,
+                partial(activation_terms, spec, parallel, split, layouts[stage], hardware, batched, seqs),
+            )
+        )
+    fullest = min(ranks, key=lambda rank: rank.blocks(max_model_len))
+    widest = layouts[None]
+    return Budget(
+        spec=spec,
+        parallel=parallel,
+        layout=widest,
+        total_gib=hardware.memory_total_gib,
+        utilization=utilization,
+        terms=fullest.terms(max_model_len),
+        kv_available_gib=fullest.kv_gib(max_model_len),
+        num_gpu_blocks=fullest.blocks(max_model_len),
+        max_model_len=max_model_len,
+        largest_max_model_len=_largest_length(spec, widest, fullest.blocks),
+        stage=fullest.stage,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Rank:
+    """A rank of one stage: memory to share out, terms that do not depend on max_model_len, and those that do."""
+
+    stage: int
+    layout: KvLayout
+    requested_gib: float
+    fixed: tuple[Term, ...]
+    given_kv_gib: float | None
+    activations: Callable[[int], tuple[Term, ...]]
+
+    def terms(self, length: int) -> tuple[Term, ...]:
+        return (*self.fixed, *self.activations(length)) if self.given_kv_gib is None else ()
+
+    def kv_gib(self, length: int) -> float:
+        if self.given_kv_gib is not None:
+            return self.given_kv_gib
+        return self.requested_gib - sum(term.gib for term in self.terms(length))
+
+    def blocks(self, length: int) -> int:
+        return max(0, math.floor(self.kv_gib(length) * GIB / self.layout.bytes_per_block))
+
+
+def require_fit(budget: Budget) -> None:
+    """Raises CapacityError with every term when one sequence of max_model_len does not fit."""
+    if budget.fits:
+        return
+    raise CapacityError(
+        f"{budget.spec.name} with {describe(budget.parallel)} does not fit: {budget.explain()} GiB, but one sequence "
+        f"of {budget.max_model_len} tokens needs {budget.needed_kv_gib:.2f} GiB; "
+        + (
+            f"the largest max_model_len that fits is {budget.largest_max_model_len}"
+            if budget.largest_max_model_len
+            else "no max_model_len fits"
+        )
+    )
+
+
+def activation_terms(
+    spec: ModelSpec,
+    parallel: Parallel,
+    split: Geometry,
+    layout: KvLayout,
+    hardware: Hardware,
+    batched_tokens: int,
+    num_seqs: int,
+    max_model_len: int,
+) -> tuple[Term, ...]:
+    """Buffers of the engine's profiling run whose sizes follow from its settings, one term each."""
+    sizes: list[tuple[str, float, str]] = []
+    if spec.mla and spec.indexer:
+        row_bytes = spec.indexer.head_dim + 4
+        sizes += [
+            (
+                "index_workspace",
+                _INDEX_WORKSPACE_ROWS_PER_TOKEN * max_model_len * row_bytes + MIB,
+                "40 x max_model_len rows of index keys, https://github.com/vllm-project/vllm/issues/55221",
+            ),
+            ("index_logits", _INDEX_LOGITS_BYTES, "VLLM_SPARSE_INDEXER_MAX_LOGITS_MB, 512"),
+            ("topk_buffer", batched_tokens * spec.indexer.topk * 4, "max_num_batched_tokens x top-k x 4 B"),
+        ]
+    if layout.layout == "fp8_ds_mla" and layout.backend == "FLASHMLA_SPARSE" and spec.mla:
+        sizes.append(
+            (
+                "flashmla_workspace",
+                _FLASHMLA_ROWS_PER_TOKEN * max_model_len * spec.mla.latent_dim * 2,
+                "5 x max_model_len latents in bf16, flashmla_sparse",
+            )
+        )
+    if spec.mla and hardware.architecture != "sm120":
+        tokens = min(max(8 * max_model_len, 4 * num_seqs * layout.block_tokens), _MHA_EXPAND_TOKENS)
+        heads = split.heads * (spec.mla.qk_nope_head_dim + spec.mla.v_head_dim)
+        sizes.append(
+            (
+                "mha_workspace",
+                tokens * (heads + spec.mla.latent_dim) * 2,
+                "keys and values of up to 65,536 context tokens, expanded for dense prefill; the sm120 path has none",
+            )
+        )
+    sizes += _expert_buffers(spec, parallel, split, batched_tokens)
+    sizes.append(("layer_buffers", _LAYER_BUFFERS * batched_tokens * spec.hidden * 2, "hidden states of a step, 3 x"))
+    return tuple(Term(name, size / GIB, source) for name, size, source in sizes)
+
+
+def _expert_buffers(
+    spec: ModelSpec, parallel: Parallel, split: Geometry, batched_tokens: int
+) -> list[tuple[str, float, str]]:
+    """A rank's experts see the tokens of the whole data-parallel group under the all-gather back end."""
+    if spec.moe is None:
+        return []
+    gathered = batched_tokens * parallel.dp
+    rows = min(gathered, _MOE_PASS_TOKENS) * spec.moe.topk
+    width = max(2 * split.moe_intermediate, spec.hidden) + split.moe_intermediate
+    sizes: list[tuple[str, float, str]] = [
+        (
+            "moe_workspace",
+            rows * width * 2,
+            "(token, expert) rows of a pass of up to 32,768 tokens: gate-up or down output, and activation",
+        )
+    ]
+    if parallel.dp > 1:
+        sizes.append(
+            ("gathered_tokens", 2 * gathered * spec.hidden * 2, "hidden states of the data-parallel group, in and out")
+        )
+    return sizes
+
+
+def _reserves(
+    spec: ModelSpec,
+    parallel: Parallel,
+    non_torch_gib: float | None,
+    cuda_graph_gib: float | None,
+    other_gib: float,
+) -> tuple[Term, ...]:
+    given = "given"
+    group = parallel.gpus > 1
+    non_torch = (NON_TORCH_GROUP_GIB if group else NON_TORCH_ALONE_GIB) if non_torch_gib is None else non_torch_gib
+    layers = -(-spec.num_layers // parallel.pp)
+    graphs = CUDA_GRAPH_GIB_PER_LAYER * layers if cuda_graph_gib is None else cuda_graph_gib
+    return (
+        Term(
+            "non_torch",
+            non_torch,
+            given
+            if non_torch_gib is not None
+            else "reserve: 0.22-0.23 GiB logged on one GPU, 0.95 and 1.38 GiB in groups",
+        ),
+        Term(
+            "cuda_graphs",
+            graphs,
+            given if cuda_graph_gib is not None else "reserve: 4.99 GiB estimated by the engine for 78 layers",
+        ),
+        Term("other_activation", other_gib, "reserve for what has no formula here"),
+    )
+
+
+def _largest_length(spec: ModelSpec, layout: KvLayout, blocks_at: Callable[[int], int]) -> int:
+    """Largest max_model_len up to the model's own of which one sequence fits, in whole blocks; 0 when none does."""
+
+    def fits(length: int) -> bool:
+        return blocks_at(length) >= blocks_for(layout, length)
+
+    if fits(spec.max_position):
+        return spec.max_position
+    low, high = 0, blocks_for(layout, spec.max_position)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle * layout.tokens_per_block) else (low, middle)
+    return low * layout.tokens_per_block
+
+
+def _check_range(
+    spec: ModelSpec,
+    hardware: Hardware,
+    max_model_len: int,
+    utilization: float,
+    batched_tokens: int,
+    num_seqs: int,
+    available_kv_gib: float | None,
+) -> None:
+    if not 1 <= max_model_len <= spec.max_position:
+        raise ConfigError(
+            f"max_model_len is {max_model_len}; {spec.name} takes 1 to {spec.max_position} (max_position_embeddings)"
+        )
+    if not 0 < utilization <= 1:
+        raise ConfigError(f"utilization is {utilization}; it must be above 0 and at most 1")
+    for name, value, largest in (
+        ("max_num_batched_tokens", batched_tokens, 1 << 22),
+        ("max_num_seqs", num_seqs, 1 << 20),
+    ):
+        if not 1 <= value <= largest:
+            raise ConfigError(f"{name} is {value}; it must be between 1 and {largest}")
+    if available_kv_gib is not None and not 0 < available_kv_gib <= hardware.memory_total_gib:
+        raise ConfigError(
+            f"available_kv_gib is {available_kv_gib}; it must be above 0 and at most the {hardware.memory_total_gib} "
+            f"GiB of {hardware.name}"
+        )
