@@ -38,7 +38,10 @@ def recognises(meta: Mapping[str, Any]) -> bool:
 
 
 def read(path: Path, meta: Mapping[str, Any], tps: Collection[int] | None) -> Bundle:
-    """Reads the bundle folder, or only those tensor-parallel degrees. Raises ConfigError naming the file and line, or the key of meta.yaml, that is wrong."""
+    """Reads the bundle folder, or only those tensor-parallel degrees.
+
+    Raises ConfigError naming the file and line, or the key of meta.yaml, that is wrong.
+    """
     tables: dict[tuple[int, Category], Table] = {}
     skew: dict[tuple[int, str], tuple[tuple[int, int, float], ...]] = {}
     files = {}

@@ -1,0 +1,215 @@
+"""From a bundle and a split to the StepCost of one data-parallel group."""
+
+from collections.abc import Mapping, Sequence
+
+from profiler.core.bundle import Bundle
+from profiler.core.errors import ConfigError, ContractError
+from profiler.core.grid import Curve, Outside, batch_rows, curve, decode_grid, fixed_us, prefill_grid
+from profiler.core.grid_mixed import mixed_grid
+from profiler.core.grid_moe import moe_grid
+from profiler.core.hardware import Hardware
+from profiler.core.kv import KvLayout
+from profiler.core.stack import fold
+from profiler.core.types import Category, Component, ModelSpec, Parallel
+from serving.collectives import Collectives, from_hardware
+from serving.cost.communication import Communication, group_lines
+from serving.cost.experts import Experts, expert_lines
+from serving.cost.kernels import Kernel, PrefillWhen
+from serving.cost.skew import make_skew
+from serving.cost.step import TableCost
+from serving.cost.tokens import Folded, curve_lines
+
+# Architectures whose sparse MLA back ends have no dense prefill kernel (vLLM 0.31, FlashInfer for SM120).
+_WITHOUT_DENSE_PREFILL = ("sm120",)
+
+
+def build_cost(
+    *,
+    bundle: Bundle,
+    spec: ModelSpec,
+    parallel: Parallel,
+    hardware: Hardware | None,
+    max_num_batched_tokens: int,
+    kv: KvLayout | None = None,
+    collectives: Collectives | None = None,
+    capture_sizes: Sequence[int] = (),
+    overhead_us: float = 0.0,
+    allow_extrapolation: bool = False,
+) -> TableCost:
+    """The StepCost of one group of `parallel.dp` engines.
+
+    bundle: tables of `spec` at parallel.tp. hardware may be None where a cluster file brings its own link numbers as
+    `collectives`; else the collectives come from its links. kv: the run's layout, compared with the bundle's.
+    max_num_batched_tokens: the token budget of a step; dense tables that end below it are refused at once.
+    capture_sizes: CUDA-graph sizes (serving.cost.default_capture_sizes), empty for eager. overhead_us: host time per
+    step that the tables do not contain, as stated by the caller.
+
+    Raises ContractError when the bundle is not meant for serving or its KV layout or cap disagrees, CoverageError when
+    a table or kernel is missing, ConfigError for a split that is not priced.
+    """
+    _check_contract(bundle, spec, kv)
+    _check_split(spec, parallel)
+    build = _Builder(bundle, spec, parallel, allow_extrapolation)
+    counts = dict(fold(spec).components)
+    if collectives is None and parallel.gpus > 1:
+        if hardware is None:
+            raise ConfigError("more than one GPU needs a hardware file or link numbers in the cluster file")
+        collectives = from_hardware(hardware)
+    provenance = str(bundle.meta["provenance"])
+    dense = build.curves("dense", counts)
+    sequences = build.curves("per_sequence", counts)
+    experts = build.experts(counts)
+    kernels = build.kernels(counts)
+    parts = [curve_lines(dense, provenance)], [curve_lines(sequences, provenance)], [expert_lines(experts)]
+    if collectives is not None:
+        comm = Communication(spec, parallel, collectives)
+        for part, lines in zip(parts, (comm.tensor_lines, comm.head_lines, comm.expert_lines), strict=True):
+            part.append(lines)
+    by_tokens, by_sequences, by_group = (Folded(group_lines(*part), build.outside) for part in parts)
+    cost = TableCost(
+        by_tokens=by_tokens,
+        by_sequences=by_sequences,
+        by_group_tokens=by_group,
+        kernels=kernels,
+        dense_prefill_tokens=_dense_prefill_tokens(spec, kernels, hardware, bundle),
+        capture_sizes=tuple(sorted(capture_sizes)),
+        overhead_us=overhead_us,
+        outside=tuple(build.outside),
+    )
+    if not allow_extrapolation:
+        cost.by_tokens.ns(max_num_batched_tokens)
+    return cost
+
+
+class _Builder:
+    """Turns the tables of one bundle into curves and grids, collecting what each does outside its bounds."""
+
+    def __init__(self, bundle: Bundle, spec: ModelSpec, parallel: Parallel, allow_extrapolation: bool) -> None:
+        self.bundle = bundle
+        self.spec = spec
+        self.parallel = parallel
+        self.provenance = str(bundle.meta["provenance"])
+        self.outside: list[Outside] = []
+        self._allow = allow_extrapolation
+
+    def _beyond(self, name: str, tp: int, category: Category) -> Outside:
+        self.outside.append(Outside(name, self.bundle.profile_command(tp, category), self._allow))
+        return self.outside[-1]
+
+    def curves(self, category: Category, counts: Mapping[Component, int]) -> list[tuple[str, int, Curve]]:
+        table = self.bundle.table(self.parallel.tp, category)
+        return [
+            (one.name, count, curve(table, one.name, self._beyond(one.name, self.parallel.tp, category)))
+            for one, count in counts.items()
+            if one.category == category
+        ]
+
+    def kernels(self, counts: Mapping[Component, int]) -> tuple[Kernel, ...]:
+        attention_like = ("attention", "indexer", "sparse_attention")
+        return tuple(self._kernel(one, count) for one, count in counts.items() if one.category in attention_like)
+
+    def _kernel(self, one: Component, count: int) -> Kernel:
+        tp = self.parallel.tp
+        outside = self._beyond(one.name, tp, one.category)
+        rows = batch_rows(self.bundle.table(tp, one.category), one.name)
+        prefill = prefill_grid(rows, outside) if one.when != "decode" else None
+        decode = decode_grid(rows, outside) if one.when in ("always", "decode") else None
+        return Kernel(
+            name=one.name,
+            count=count,
+            prefill=prefill,
+            decode=decode,
+            mixed=mixed_grid(rows, outside) if decode and prefill else None,
+            skew=make_skew(self.bundle.skew.get((tp, one.name), ())),
+            fixed_us=fixed_us(prefill) if prefill else 0.0,
+            capped=one.category == "sparse_attention",
+            prefill_when=_prefill_when(one),
+            provenance=self.provenance,
+        )
+
+    def experts(self, counts: Mapping[Component, int]) -> tuple[Experts, ...]:
+        moe, ep = self.spec.moe, self.parallel.ep
+        if moe is None:
+            return ()
+        # Whole experts are measured once, at tp 1; without ep they are cut in width by tp.
+        tp = self.parallel.tp if ep == 1 else 1
+        any_slice = self.bundle.meta.get("moe_slices") == "any"
+        measured_ep = 1 if any_slice else ep
+        found = []
+        for one, count in counts.items():
+            if one.category == "moe":
+                outside = self._beyond(one.name, tp, "moe")
+                table = self.bundle.table(tp, "moe")
+                grid = moe_grid(table, one.name, measured_ep, moe.num_experts // measured_ep, outside)
+                found.append(Experts(one.name, count, moe, ep, grid, self.provenance))
+        return tuple(found)
+
+
+def _prefill_when(one: Component) -> PrefillWhen:
+    """For which steps the kernel takes prefill rows: always, dense or sparse ones, or those that need a selection."""
+    if one.when == "prefill_dense":
+        return "dense"
+    if one.when == "decode":
+        return "never"
+    if one.category == "indexer":
+        return "selection"
+    return "sparse" if one.category == "sparse_attention" or one.when == "prefill_sparse" else "always"
+
+
+def _dense_prefill_tokens(
+    spec: ModelSpec, kernels: Sequence[Kernel], hardware: Hardware | None, bundle: Bundle
+) -> int | None:
+    if spec.indexer is None or not any(kernel.prefill_when == "dense" for kernel in kernels):
+        return None
+    if hardware is not None and hardware.architecture in _WITHOUT_DENSE_PREFILL:
+        return None
+    return spec.indexer.attended_cap_tokens
+
+
+def _check_contract(bundle: Bundle, spec: ModelSpec, kv: KvLayout | None) -> None:
+    meta = bundle.meta
+    if meta["contract"] != "serving":
+        raise ContractError(
+            f"{bundle.path}: its contract is {meta['contract']!r}: the tables hold durations of whole passes for local "
+            "replay and say nothing about serving. Measure a bundle with contract 'serving'."
+        )
+    cap = meta["attended_cap_tokens"]
+    own_cap = spec.indexer.attended_cap_tokens if spec.indexer else None
+    if cap is not None and cap != own_cap:
+        raise ContractError(f"{bundle.path}: measured with {cap} attended tokens, {spec.name} attends {own_cap}")
+    if kv is None:
+        return
+    stored = meta["kv"]
+    if stored["layout"] != kv.layout:
+        raise ContractError(f"{bundle.path}: measured on a {stored['layout']} KV cache, the run has {kv.layout}")
+    if stored["block_tokens"] is not None and stored["block_tokens"] != kv.block_tokens:
+        raise ContractError(
+            f"{bundle.path}: measured with KV blocks of {stored['block_tokens']} tokens, the run has {kv.block_tokens}"
+        )
+    measured = {cache["name"]: cache["bytes_per_token_layer"] for cache in stored["caches"]}
+    for cache in kv.caches:
+        # A cache that tensor parallelism divides has other bytes on every tp; the layout says the rest.
+        known = measured.get(cache.name)
+        if known is not None and not cache.tp_sharded and known != cache.bytes_per_token_layer:
+            raise ContractError(
+                f"{bundle.path}: measured with {known} bytes of {cache.name} per token and layer, "
+                f"the run has {cache.bytes_per_token_layer}"
+            )
+
+
+def _check_split(spec: ModelSpec, parallel: Parallel) -> None:
+    if parallel.pp > 1:
+        raise ConfigError(f"pp {parallel.pp}: pipeline stages are not priced")
+    if spec.moe is None:
+        return
+    if parallel.ep == 1 and parallel.dp > 1:
+        raise ConfigError(
+            f"dp {parallel.dp} with ep 1: experts cut in width over data-parallel ranks are not priced; "
+            f"set ep to {parallel.dp * parallel.tp}"
+        )
+    if parallel.ep > 1 and parallel.ep != parallel.dp * parallel.tp:
+        raise ConfigError(
+            f"ep {parallel.ep}: experts are spread over all {parallel.dp * parallel.tp} ranks of the group or over none"
+        )
+    if spec.moe.num_experts % parallel.ep:
+        raise ConfigError(f"ep {parallel.ep} does not divide {spec.moe.num_experts} experts")

@@ -1,0 +1,86 @@
+"""Attention-like kernels: their price for the requests of one rank's batch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from profiler.core.grid import Grid
+from profiler.core.grid_mixed import MixedGrid
+from serving.core.shape import StepShape
+from serving.cost.skew import Skew
+
+Prefill = tuple[int, int]
+PrefillWhen = Literal["always", "dense", "sparse", "selection", "never"]
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """One kernel with its own tables and `count` calls per step.
+
+    Prefill requests are priced one by one: a step launches the kernel once for all of them, so its fixed part counts
+    once, and the rest adds up. Decode requests are priced at their number and their mean keys. mixed: the kernel runs
+    prefill and decode rows in one launch that was measured as such; then the longest prefill is priced together with
+    the decode rows. skew: correction for decode rows of unequal lengths. fixed_us: see profiler.core.grid.fixed_us.
+    capped: reads at most the attended cap of each request. prefill_when: the steps in which it takes prefill rows.
+    """
+
+    name: str
+    count: int
+    prefill: Grid | None
+    decode: Grid | None
+    mixed: MixedGrid | None
+    skew: Skew | None
+    fixed_us: float
+    capped: bool
+    prefill_when: PrefillWhen
+    provenance: str
+
+    def us(self, shape: StepShape, prefills: Sequence[Prefill]) -> float:
+        """Microseconds of one call. `prefills` are the requests whose prefill rows this kernel runs."""
+        decodes = shape.decode_requests if self.decode is not None else 0
+        if not decodes:
+            return self._prefills(prefills) if prefills else 0.0
+        keys = (shape.decode_kv_capped_sum_tokens if self.capped else shape.decode_kv_sum_tokens) / decodes
+        longest = 0 if self.capped else shape.decode_kv_max_tokens
+        if not prefills:
+            return self._decode(decodes, keys, longest)
+        if self.mixed is None:
+            return self._decode(decodes, keys, longest) + self._prefills(prefills)
+        first = max(prefills, key=causal_work)
+        rest = list(prefills)
+        rest.remove(first)
+        return self._mixed(first, decodes, keys, longest) + self._beyond_fixed(rest)
+
+    def _prefills(self, prefills: Sequence[Prefill]) -> float:
+        assert self.prefill is not None
+        if len(prefills) == 1:
+            return self.prefill.at(*prefills[0])
+        return self.fixed_us + self._beyond_fixed(prefills)
+
+    def _beyond_fixed(self, prefills: Sequence[Prefill]) -> float:
+        assert self.prefill is not None
+        at, fixed = self.prefill.at, self.fixed_us
+        return sum(max(0.0, at(chunk, context) - fixed) for chunk, context in prefills)
+
+    def _decode(self, requests: int, keys: float, longest: int) -> float:
+        assert self.decode is not None
+        mean = self.decode.at(requests, keys)
+        if self.skew is None or longest <= keys:
+            return mean
+        alpha = self.skew.decode(requests)
+        return mean + alpha * (self.decode.at(requests, longest) - mean) if alpha else mean
+
+    def _mixed(self, prefill: Prefill, requests: int, keys: float, longest: int) -> float:
+        assert self.mixed is not None
+        chunk, context = prefill
+        mean = self.mixed.at(chunk, context, requests, keys)
+        if self.skew is None or longest <= keys:
+            return mean
+        alpha = self.skew.mixed(chunk, requests)
+        return mean + alpha * (self.mixed.at(chunk, context, requests, longest) - mean) if alpha else mean
+
+
+def causal_work(prefill: Prefill) -> int:
+    """Twice the query-key pairs of a prefill: 2 (chunk x context + chunk^2 / 2)."""
+    chunk, context = prefill
+    return chunk * (2 * context + chunk)
