@@ -4,20 +4,24 @@ import datetime
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-from profiler.card import check_card, choose_engine, hardware_name
+from profiler.card import CPU, check_card, choose_engine, hardware_name
 from profiler.core.bundle import write_bundle
 from profiler.core.errors import AcquisitionError, ConfigError
+from profiler.core.hardware import load_hardware
+from profiler.core.kv import kv_layout
 from profiler.core.registry import load_model, load_model_config
 from profiler.core.shots import Shot
-from profiler.core.types import Category, ModelSpec
+from profiler.core.types import Category, ModelSpec, Parallel
 from profiler.engines.base import Engine, EngineOptions, ShotResult, create_engine, find_binding
 from profiler.kernels._axes import Limits
 from profiler.kernels.moe import local_experts
-from profiler.samples import Run, append_result, read_runs, start_run
+from profiler.samples import Run, append_result, plain_info, read_runs, start_run
 from profiler.sweep import choose_categories, merge, plan, rank_spec, split_by_memory
 from profiler.tabulate import Acquired, bundle_meta, config_sha256, tabulate
+
+SM90: Final = "sm90"
 
 Report = Callable[[int, int, str], None]
 
@@ -56,17 +60,21 @@ class Target:
     shots: dict[int, dict[Category, list[Shot]]]
 
 
-def prepare(job: Job) -> Target:
-    """Everything that can be refused before a device is touched. Raises ConfigError."""
-    config = load_model_config(job.model)
-    spec = load_model(job.model)
+def prepare(job: Job, model_root: Path | None = None) -> Target:
+    """Everything that can be refused before a device is touched. `model_root` holds the configurations.
+
+    Raises ConfigError."""
+    config = load_model_config(job.model, model_root)
+    spec = load_model(job.model, model_root)
     hardware = hardware_name(job.hardware)
     if job.warmup < 0 or job.repeats < 1:
         raise ConfigError(f"--warmup {job.warmup} --repeats {job.repeats}: at least 0 and 1 are needed")
     length = job.max_model_len or spec.max_position
     if length > spec.max_position:
         raise ConfigError(f"--max-model-len {length}: {spec.name} ends at {spec.max_position} positions")
-    check_block(spec, job.block_tokens)
+    # Block lengths that no kernel takes, and cards that have none for this model, are refused here.
+    architecture = SM90 if hardware == CPU else load_hardware(hardware).architecture
+    kv_layout(spec, Parallel(), architecture, block_tokens=job.block_tokens)
     limits, categories, shots = {}, {}, {}
     for tp in job.tps:
         rank_spec(spec, tp)
@@ -77,20 +85,6 @@ def prepare(job: Job) -> Target:
                 local_experts(spec.moe, ep)
         shots[tp] = plan(spec, limits[tp], categories[tp])
     return Target(spec, config, hardware, limits, categories, shots)
-
-
-def check_block(spec: ModelSpec, block_tokens: int | None) -> None:
-    """Refuses a KV block that no kernel of the model accepts, with ConfigError naming what is legal.
-
-    Token selection (DSA) reads pages of 64 rows; block selection uses one page per selection block.
-    """
-    if block_tokens is None or spec.indexer is None:
-        return
-    unit = spec.indexer.block_tokens if spec.indexer.block_tokens > 1 else 64
-    if block_tokens != unit:
-        raise ConfigError(
-            f"--block-size {block_tokens}: no kernel of {spec.name} takes it; its blocks hold {unit} tokens"
-        )
 
 
 def protocol(job: Job, whole_forward: bool) -> dict[str, Any]:
@@ -137,7 +131,7 @@ def measure(
 def _run(
     job: Job, target: Target, tp: int, engine: Engine, report: Report, save_to: Path | None, earlier: Sequence[Run]
 ) -> Run:
-    info = engine.info()
+    info = plain_info(engine.info())
     planned = [shot for shots in target.shots[tp].values() for shot in shots]
     if info.whole_forward:
         planned = merge(planned)

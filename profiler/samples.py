@@ -64,6 +64,15 @@ def shot_from_json(value: Mapping[str, Any]) -> Shot:
     return Shot(fills, requests, value["regime"], moe)
 
 
+def plain_info(info: EngineInfo) -> EngineInfo:
+    """The same facts as JSON keeps them, so that a run in memory equals one read back (str subclasses, tuples)."""
+    return _info(json.loads(json.dumps(asdict(info))))
+
+
+def _info(fields: dict[str, Any]) -> EngineInfo:
+    return EngineInfo(**fields | {"layer_kinds": tuple(fields["layer_kinds"])})
+
+
 def _header(run: Run) -> str:
     info = asdict(run.info)
     fields = {
@@ -191,10 +200,9 @@ def _run(path: Path, number: int, text: str) -> Run:
         fields = cast(dict[str, Any], json.loads(text))
         if fields.pop("format") != FORMAT:
             raise ConfigError(f"{path}:{number}: samples of another format; this version reads {FORMAT}")
-        info = fields.pop("info")
-        info["layer_kinds"] = tuple(info["layer_kinds"])
+        info = _info(fields.pop("info"))
         shots = tuple(shot_from_json(shot) for shot in fields.pop("shots"))
         left_out = tuple(shot_from_json(shot) for shot in fields.pop("left_out"))
-        return Run(**fields, info=EngineInfo(**info), shots=shots, left_out=left_out)
+        return Run(**fields, info=info, shots=shots, left_out=left_out)
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{path}:{number}: not the start of a run ({type(error).__name__}: {error})") from None

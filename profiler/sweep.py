@@ -8,8 +8,9 @@ from dataclasses import replace
 from typing import Final, Protocol, cast
 
 from profiler.core.errors import ConfigError, unknown
+from profiler.core.shard import geometry
 from profiler.core.shots import Fill, Shot
-from profiler.core.types import Category, ModelSpec
+from profiler.core.types import Category, ModelSpec, Parallel
 from profiler.kernels._axes import Limits
 from profiler.kernels._components import components_of
 from profiler.kernels._work import Work
@@ -98,33 +99,24 @@ def work_of(spec: ModelSpec, category: Category, name: str, key: tuple[int, ...]
 
 
 def rank_spec(spec: ModelSpec, tp: int) -> ModelSpec:
-    """The model with the sizes of one of tp ranks, experts whole.
+    """The model with the widths of one of tp ranks, experts whole and the shared ones as a single expert.
 
-    Heads, MLP widths and the vocabulary divide; hidden size, latent ranks and the index heads of DSA do not. KV heads
-    divide down to one and are then replicated; the index heads of block selection follow them. Raises ConfigError
-    naming what tp does not divide.
+    Raises ConfigError naming what tp does not divide (profiler.core.shard.geometry).
     """
-    if tp == 1:
-        return spec
+    widths = geometry(spec, Parallel(tp=tp, ep=tp if spec.moe else 1))
     gqa, indexer, moe = spec.gqa, spec.indexer, spec.moe
     if gqa is not None:
-        gqa = replace(gqa, num_kv_heads=max(1, gqa.num_kv_heads // tp))
-        if indexer is not None:
-            indexer = replace(indexer, num_heads=gqa.num_kv_heads)
+        gqa = replace(gqa, num_kv_heads=widths.kv_heads)
+    if indexer is not None:
+        indexer = replace(indexer, num_heads=widths.index_heads)
     if moe is not None:
-        moe = replace(moe, shared_intermediate=_divided(moe.shared_intermediate, tp, "the shared expert's width"))
+        moe = replace(moe, num_shared_experts=1, shared_intermediate=widths.shared_intermediate)
     return replace(
         spec,
-        num_heads=_divided(spec.num_heads, tp, "attention heads"),
-        intermediate=_divided(spec.intermediate, tp, "the MLP width"),
-        vocab=_divided(spec.vocab, tp, "the vocabulary"),
+        num_heads=widths.heads,
+        intermediate=widths.intermediate,
+        vocab=widths.vocab,
         gqa=gqa,
         indexer=indexer,
         moe=moe,
     )
-
-
-def _divided(value: int, tp: int, what: str) -> int:
-    if value % tp:
-        raise ConfigError(f"tp {tp} does not divide {what} of {value}")
-    return value // tp

@@ -51,6 +51,11 @@ def _names(ctx: click.Context, param: click.Parameter, value: str | None) -> tup
     type=click.Path(file_okay=False, path_type=Path),
     help="Folder of bundles.  [default: the package's perf-native]",
 )
+@click.option(
+    "--model-config-root",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Folder of model configurations.  [default: the shipped ones]",
+)
 @click.option("--force", is_flag=True, help="Replace tables that exist.")
 @click.option("--dry-run", is_flag=True, help="Print the number of shots per category and stop.")
 @click.option(
@@ -83,7 +88,7 @@ def command(model: str, **options: Any) -> None:
     if read_from and save_to:
         raise ConfigError("--from-samples reads samples and --save-samples measures them: give one of the two")
     job = _job(model, options)
-    target = acquire.prepare(job)
+    target = acquire.prepare(job, options["model_config_root"])
     if options["dry_run"]:
         _print_plan(job, target)
         return

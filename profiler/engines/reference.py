@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from profiler.core.errors import AcquisitionError, ConfigError, SparsightError
+from profiler.core.kv import KvLayout, kv_layout
 from profiler.core.shots import Shot
-from profiler.core.types import Category, ModelSpec
+from profiler.core.types import Category, Parallel
 from profiler.engines.base import EngineInfo, EngineOptions, KernelSample, ShotResult
 from profiler.sweep import rank_spec
 
-_LAYOUTS: Final = {"auto": "bf16", "bf16": "bf16", "bfloat16": "bf16", "fp8": "fp8_ds_mla", "fp8_ds_mla": "fp8_ds_mla"}
+_KV_DTYPES: Final = ("auto", "bf16", "fp8", "fp8_ds_mla")
 # Share of the free memory that the cached tokens of one shot may take, and copies of them that a call makes.
 _KV_SHARE: Final = 0.5
 _KV_COPIES: Final = 4
@@ -44,9 +45,8 @@ class ReferenceEngine:
 
         self._options = options
         self._layout = _layout(options)
-        self._block_tokens = options.block_tokens or _block_tokens(options.spec)
         device = torch.device("cpu" if options.hardware == "CPU" else "cuda")
-        packed = self._layout == "fp8_ds_mla"
+        packed = self._layout.layout == "fp8_ds_mla"
         kv_format = SparseKVFormat.FP8_PACKED if packed else SparseKVFormat.BF16
         self._bench = Bench(rank_spec(options.spec, options.tp), device, torch.bfloat16, kv_format)
         self._builders = {**dense.BUILDERS, **attention.BUILDERS, **experts.BUILDERS}
@@ -62,9 +62,12 @@ class ReferenceEngine:
             versions={"torch": torch.__version__, "python": platform.python_version(), **cuda},
             gpu=_cpu_facts(torch.get_num_threads()) if device.type == "cpu" else _cuda_facts(device),
             kv={
-                "layout": self._layout,
-                "block_tokens": self._block_tokens,
-                "caches": _caches(self._options.spec, self._layout),
+                "layout": self._layout.layout,
+                "block_tokens": self._layout.block_tokens,
+                "caches": [
+                    {"name": cache.name, "bytes_per_token_layer": cache.bytes_per_token_layer}
+                    for cache in self._layout.caches
+                ],
                 "tokens": self._kv_tokens(),
             },
             weights="bf16",
@@ -105,7 +108,7 @@ class ReferenceEngine:
     def _kv_tokens(self) -> int:
         from profiler.engines.reference_support.bench import free_bytes
 
-        per_token = sum(int(cache["bytes_per_token_layer"]) for cache in _caches(self._options.spec, self._layout))
+        per_token = sum(cache.bytes_per_token_layer for cache in self._layout.caches)
         return int(_KV_SHARE * free_bytes(self._bench.device)) // (_KV_COPIES * per_token)
 
 
@@ -113,37 +116,15 @@ def _held_together(shot: Shot) -> tuple[Category, int]:
     return shot.fills[0].category, shot.moe.ep if shot.moe else 0
 
 
-def _layout(options: EngineOptions) -> str:
-    layout = _LAYOUTS.get(options.kv_cache_dtype)
-    legal = sorted(_LAYOUTS) if options.spec.mla else ["auto", "bf16", "bfloat16"]
-    if layout is None or options.kv_cache_dtype not in legal:
+def _layout(options: EngineOptions) -> KvLayout:
+    """The caches of SM90's kernels, whose row formats profiler/ops implements; whole, not one rank's part."""
+    legal = _KV_DTYPES if options.spec.mla else ("auto", "bf16")
+    if options.kv_cache_dtype not in legal:
         raise ConfigError(
             f"--kv-cache-dtype {options.kv_cache_dtype}: the reference engine measures {', '.join(legal)} "
             f"for {options.spec.name}"
         )
-    return layout
-
-
-def _block_tokens(spec: ModelSpec) -> int:
-    """Block length that engines use: one page per selection block, 64 rows for MLA, else 16."""
-    if spec.indexer is not None and spec.indexer.block_tokens > 1:
-        return spec.indexer.block_tokens
-    return 64 if spec.mla is not None else 16
-
-
-def _caches(spec: ModelSpec, layout: str) -> list[dict[str, Any]]:
-    """Bytes per token and layer of each cache, whole (before any division over tensor-parallel ranks)."""
-    caches: list[dict[str, Any]] = []
-    if spec.mla is not None:
-        latent = 656 if layout == "fp8_ds_mla" else 2 * spec.mla.latent_dim
-        caches.append({"name": "mla", "bytes_per_token_layer": latent})
-        if spec.indexer is not None:
-            caches.append({"name": "indexer", "bytes_per_token_layer": spec.indexer.head_dim + 4})
-    if spec.gqa is not None:
-        caches.append({"name": "kv", "bytes_per_token_layer": 4 * spec.gqa.num_kv_heads * spec.gqa.head_dim})
-        if spec.indexer is not None:
-            caches.append({"name": "indexer", "bytes_per_token_layer": 2 * spec.indexer.head_dim})
-    return caches
+    return kv_layout(options.spec, Parallel(), "sm90", options.kv_cache_dtype, block_tokens=options.block_tokens)
 
 
 def _cpu_facts(threads: int) -> dict[str, Any]:

@@ -59,9 +59,11 @@ def matrix(spec: ModelSpec, name: str) -> tuple[int, int, int] | None:
     if spec.gqa is not None:
         gqa = spec.gqa
         rows = (spec.num_heads + 2 * gqa.num_kv_heads) * gqa.head_dim
-        # Layers with block selection also emit index queries and the index key here; plain ones do not, and the
-        # smaller size bounds both.
         shapes["qkv_proj"] = (1, hidden, rows)
+        if spec.indexer is not None:
+            # One GEMM emits queries, keys, values, index queries and the one index key.
+            index = (spec.indexer.num_heads + 1) * spec.indexer.head_dim
+            shapes["qkv_index_proj"] = (1, hidden, rows + index)
         shapes["o_proj"] = (1, spec.num_heads * gqa.head_dim, hidden)
     if spec.moe is not None:
         shared = spec.moe.shared_intermediate
@@ -75,6 +77,7 @@ def _elements(spec: ModelSpec, name: str) -> int | None:
     """Elements that one token reads and writes in an elementwise component."""
     hidden = spec.hidden
     counts = {
+        "step_inputs": 4,
         "embedding": 2 * hidden,
         "activation": 3 * spec.intermediate,
         "act_fn": 3 * spec.intermediate,
@@ -95,9 +98,11 @@ def _elements(spec: ModelSpec, name: str) -> int | None:
         width = (spec.num_heads + spec.gqa.num_kv_heads) * spec.gqa.head_dim
         counts["qk_norm"] = 2 * width
         counts["rotary_emb"] = width
+        if spec.indexer is not None:
+            counts["qknorm_rope_insert"] = 2 * (width + (spec.indexer.num_heads + 1) * spec.indexer.head_dim)
     if spec.moe is not None:
         counts["router_topk"] = spec.moe.num_experts
-        counts["shared_activation"] = 3 * spec.moe.shared_intermediate
+        counts["shared_activation"] = counts["shared_act_fn"] = 3 * spec.moe.shared_intermediate
         counts["moe_combine"] = 2 * hidden
     return counts.get(name)
 

@@ -64,6 +64,28 @@ def _embedding(bench: Bench, shot: Shot) -> Call:
     return lambda: F.embedding(ids, table)
 
 
+_PAGE_TOKENS: Final = 64
+
+
+def _step_inputs(bench: Bench, shot: Shot) -> Call:
+    """Token ids, positions and cache slots of the step, from each request's own page table."""
+    new = torch.tensor([new for new, _ in shot.requests])
+    context = torch.tensor([context for _, context in shot.requests])
+    pages = -(-int((new + context).max()) // _PAGE_TOKENS)
+    table = torch.arange(len(shot.requests) * pages, device=bench.device).view(-1, pages)
+    tokens = torch.zeros(shot.new_tokens, dtype=torch.int64)
+
+    def call() -> object:
+        counts = new.to(bench.device)
+        request = torch.repeat_interleave(torch.arange(len(counts), device=bench.device), counts)
+        starts = counts.cumsum(0) - counts
+        position = torch.arange(tokens.shape[0], device=bench.device) - (starts - context.to(bench.device))[request]
+        slots = table[request, position // _PAGE_TOKENS] * _PAGE_TOKENS + position % _PAGE_TOKENS
+        return tokens.to(bench.device, copy=True), position, slots
+
+    return call
+
+
 def positions(bench: Bench, shot: Shot) -> torch.Tensor:
     """Position of every new token, request after request."""
     parts = [torch.arange(context, context + new, device=bench.device) for new, context in shot.requests]
@@ -218,6 +240,7 @@ BUILDERS: Final[dict[str, Builder]] = {
     **{name: _norm(_hidden, residual=True) for name in _RESIDUAL_NORMS},
     "q_a_norm": _norm(_query_rank, residual=False),
     "kv_a_norm": _norm(_latent_rank, residual=False),
+    "step_inputs": _step_inputs,
     "embedding": _embedding,
     "rotary": _mla_rotary,
     "kv_cache_write": _kv_cache_write,
