@@ -19,6 +19,12 @@ from profiler.core.weights import stage_weights
 
 DEFAULT_UTILIZATION = 0.9
 
+HEADROOM_GIB = 4.0
+HEADROOM_SOURCE = (
+    "DeepSeek-V3.2-FP8 with tp 1 dp 8 ep 8 on 8 x H200 ran out of memory at max_model_len 163,840 and worked at 81,920 "
+    "(docs.gpustack.ai performance lab, vLLM 0.13); this budget leaves 3.1 and 7.6 GiB there with fp8 KV"
+)
+
 OTHER_ACTIVATION_GIB = 0.5
 NON_TORCH_ALONE_GIB = 0.25
 NON_TORCH_GROUP_GIB = 1.4
@@ -48,7 +54,8 @@ class Budget:
     terms: parts of the device's memory in the order of the computation. With the KV memory and what the utilisation
     leaves unused they sum to total_gib; empty when the available KV memory was given. layout: of the widest stage.
     kv_available_gib may be negative: by how much the rest does not fit. num_gpu_blocks includes the engine's null
-    block, as its logs do.
+    block, as its logs do. largest_max_model_len and safe_max_model_len: of which one sequence fits, and fits with the
+    headroom; 0 when none does. weights_bytes: engine view, of the stage with most of them.
     """
 
     spec: ModelSpec
@@ -61,6 +68,9 @@ class Budget:
     num_gpu_blocks: int
     max_model_len: int
     largest_max_model_len: int
+    safe_max_model_len: int
+    headroom_gib: float
+    weights_bytes: int
     stage: int
 
     @property
@@ -85,6 +95,29 @@ class Budget:
     @property
     def fits(self) -> bool:
         return self.num_gpu_blocks >= self.needed_blocks
+
+    @property
+    def margin_gib(self) -> float:
+        """KV memory beyond one sequence of max_model_len tokens."""
+        return self.kv_available_gib - self.needed_kv_gib
+
+    @property
+    def risk(self) -> str | None:
+        """Why a budget that fits may still fail, or None. A given KV size carries no risk: the engine logged it."""
+        if not self.fits or not self.terms or self.margin_gib >= self.headroom_gib:
+            return None
+        return (
+            f"risky: {self.margin_gib:.1f} GiB beyond one sequence, under the headroom of {self.headroom_gib:g} GiB "
+            f"for workspaces that have no formula here; {HEADROOM_SOURCE}"
+        )
+
+    def parts(self) -> dict[str, float]:
+        """GiB by name, summing to total_gib: the terms, `kv`, and `outside_utilization`. Without terms only `kv`."""
+        parts = {term.name: term.gib for term in self.terms}
+        parts["kv"] = self.kv_available_gib
+        if self.terms:
+            parts["outside_utilization"] = self.total_gib * (1 - self.utilization)
+        return parts
 
     def gib(self, name: str) -> float:
         return sum(term.gib for term in self.terms if term.name == name)
@@ -124,12 +157,14 @@ def memory_budget(
     other_activation_gib: float = OTHER_ACTIVATION_GIB,
     non_torch_gib: float | None = None,
     cuda_graph_gib: float | None = None,
+    headroom_gib: float = HEADROOM_GIB,
     available_kv_gib: float | None = None,
 ) -> Budget:
     """The memory of one rank and the KV blocks that it holds.
 
     max_model_len in tokens; max_num_batched_tokens and max_num_seqs default to the engine's choice for the GPU.
-    other_activation_gib, non_torch_gib and cuda_graph_gib replace the stated reserves. available_kv_gib, as a log
+    other_activation_gib, non_torch_gib and cuda_graph_gib replace the stated reserves; headroom_gib is what
+    has to remain beyond one sequence for a budget not to be marked risky. available_kv_gib, as a log
     prints it, replaces the whole budget. A budget that does not fit is returned, not raised: see Budget.fits and
     require_fit. Raises ConfigError for an illegal split, dtype or block size, or a number out of range.
     """
@@ -140,6 +175,7 @@ def memory_budget(
         ("other_activation_gib", other_activation_gib),
         ("non_torch_gib", non_torch_gib),
         ("cuda_graph_gib", cuda_graph_gib),
+        ("headroom_gib", headroom_gib),
     ):
         if value is not None and not 0 <= value < hardware.memory_total_gib:
             raise ConfigError(f"{name} is {value}; it must be between 0 and the device's memory")
@@ -185,7 +221,10 @@ def memory_budget(
         kv_available_gib=fullest.kv_gib(max_model_len),
         num_gpu_blocks=fullest.blocks(max_model_len),
         max_model_len=max_model_len,
-        largest_max_model_len=_largest_length(spec, widest, fullest.blocks),
+        largest_max_model_len=_largest_length(spec, widest, fullest, 0.0),
+        safe_max_model_len=_largest_length(spec, widest, fullest, headroom_gib if fullest.fixed else 0.0),
+        headroom_gib=headroom_gib,
+        weights_bytes=max(held.total_bytes for held in weights),
         stage=fullest.stage,
     )
 
@@ -326,11 +365,13 @@ def _reserves(
     )
 
 
-def _largest_length(spec: ModelSpec, layout: KvLayout, blocks_at: Callable[[int], int]) -> int:
-    """Largest max_model_len up to the model's own of which one sequence fits, in whole blocks; 0 when none does."""
+def _largest_length(spec: ModelSpec, layout: KvLayout, rank: _Rank, margin_gib: float) -> int:
+    """Largest max_model_len up to the model's own of which one sequence fits and leaves margin_gib; 0 for none."""
 
     def fits(length: int) -> bool:
-        return blocks_at(length) >= blocks_for(layout, length)
+        blocks = blocks_for(layout, length)
+        spare_gib = rank.kv_gib(length) - blocks * rank.layout.bytes_per_block / GIB
+        return rank.blocks(length) >= blocks and spare_gib >= margin_gib
 
     if fits(spec.max_position):
         return spec.max_position

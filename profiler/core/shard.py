@@ -71,9 +71,9 @@ def shared_is_replicated(parallel: Parallel) -> bool:
     return parallel.ep > 1 and parallel.tp > 1 and parallel.dp > 1
 
 
-def is_launchable(spec: ModelSpec, parallel: Parallel) -> bool:
+def is_launchable(parallel: Parallel) -> bool:
     """Whether vLLM itself offers this split: expert parallelism off, or over all ranks of the group."""
-    return parallel.ep == (1 if spec.moe is None else parallel.ep) and parallel.ep in (1, parallel.dp * parallel.tp)
+    return parallel.ep in (1, parallel.dp * parallel.tp)
 
 
 def _index_heads(spec: ModelSpec, kv_heads: int) -> int:
