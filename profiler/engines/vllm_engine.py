@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from profiler.core.errors import AcquisitionError
-from profiler.core.shots import Shot
+from profiler.core.shots import MoeBatch, Shot
 from profiler.core.stack import shrink
 from profiler.engines.base import EngineInfo, EngineOptions, KernelSample, ShotResult
 from profiler.engines.vllm_support import batches, boot, experts, jit, state, trace
@@ -67,6 +67,8 @@ class VllmEngine:
         length = options.max_model_len + 8192 * 8
         self._tokens = torch.randint(0, vocab, (length,), generator=generator, dtype=torch.int32).numpy()
         self._slices: dict[int, experts.ExpertSlice] = {}
+        # The last expert shot's routing and activations, which its repeats share.
+        self._expert_inputs: tuple[MoeBatch, Any, Any, Any] | None = None
         self._finished: set[str] = set()
         self._steps = 0
 
@@ -111,9 +113,18 @@ class VllmEngine:
         )
 
     def run(self, shots: Sequence[Shot], warmup: int, repeats: int) -> Iterator[ShotResult]:
+        """Forward passes first; the expert shots then get the memory of the KV caches."""
+        passes = [i for i, shot in enumerate(shots) if shot.moe is None]
+        expert_shots = [i for i, shot in enumerate(shots) if shot.moe is not None]
+        yield from self._run(shots, passes, warmup, repeats)
+        if expert_shots:
+            self._release_caches()
+            yield from self._run(shots, expert_shots, warmup, repeats)
+
+    def _run(self, shots: Sequence[Shot], indices: Sequence[int], warmup: int, repeats: int) -> Iterator[ShotResult]:
         lost: str | None = None
-        for start in range(0, len(shots), SHOTS_PER_TRACE):
-            window = range(start, min(start + SHOTS_PER_TRACE, len(shots)))
+        for start in range(0, len(indices), SHOTS_PER_TRACE):
+            window = indices[start : start + SHOTS_PER_TRACE]
             if lost:
                 yield from (ShotResult(i, (), lost) for i in window)
                 continue
@@ -165,6 +176,13 @@ class VllmEngine:
             return f"{type(error).__name__}: {error}"
         return None
 
+    def _release_caches(self) -> None:
+        import torch
+
+        for cache in self._boot.kv_caches.values():
+            cache.untyped_storage().resize_(0)
+        torch.cuda.empty_cache()
+
     def _step(self, shot: Shot) -> None:
         if shot.moe is not None:
             self._expert_step(shot)
@@ -196,11 +214,13 @@ class VllmEngine:
 
             unlock_workspace()
             self._slices[shot.moe.ep] = experts.ExpertSlice(self._routed_experts(), moe.num_experts, shot.moe.ep)
-        ids = torch.as_tensor(topk_ids(moe, shot.moe)).to(device="cuda", dtype=torch.int32)
-        weights = torch.full(ids.shape, 1.0 / moe.topk, device="cuda", dtype=torch.float32)
-        generator = torch.Generator(device="cuda").manual_seed(shot.moe.seed)
-        hidden = torch.empty(ids.shape[0], self._options.spec.hidden, device="cuda", dtype=torch.bfloat16)
-        hidden.normal_(generator=generator)
+        if self._expert_inputs is None or self._expert_inputs[0] != shot.moe:
+            ids = torch.as_tensor(topk_ids(moe, shot.moe)).to(device="cuda", dtype=torch.int32)
+            weights = torch.full(ids.shape, 1.0 / moe.topk, device="cuda", dtype=torch.float32)
+            generator = torch.Generator(device="cuda").manual_seed(shot.moe.seed)
+            hidden = torch.empty(ids.shape[0], self._options.spec.hidden, device="cuda", dtype=torch.bfloat16)
+            self._expert_inputs = (shot.moe, hidden.normal_(generator=generator), weights, ids)
+        _, hidden, weights, ids = self._expert_inputs
         with (
             set_forward_context(None, self._boot.runner.vllm_config),
             torch.profiler.record_function(f"{trace.MODULE_PREFIX}experts.ep{shot.moe.ep}"),

@@ -35,7 +35,8 @@ MOE = (
     Component("moe", "experts"),
     *dense("shared_gate_up_proj", "shared_activation", "shared_down_proj", "moe_combine"),
 )
-PROLOGUE = dense("embedding")
+# step_inputs: the copies, slot mapping and attention metadata that every step puts on the device before the model.
+PROLOGUE = dense("step_inputs", "embedding")
 HEAD = (*dense("final_norm"), Component("per_sequence", "lm_head"), Component("per_sequence", "sampler"))
 
 

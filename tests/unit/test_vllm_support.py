@@ -1,11 +1,16 @@
 """The parts of the vLLM engine that need neither a GPU nor vLLM."""
 
+import re
+
 import pytest
 
-from profiler.core.errors import AcquisitionError
+from profiler.core.errors import AcquisitionError, ConfigError
+from profiler.core.registry import load_model, load_model_config
+from profiler.engines.bindings import vllm_decomposed_dsa
 from profiler.engines.vllm_support.batches import place_blocks
 from profiler.engines.vllm_support.boot import check_version
 from profiler.engines.vllm_support.jit import fp8_gemm_shapes
+from profiler.engines.vllm_support.overrides import per_rank_config
 from profiler.engines.vllm_support.trace import kernel_times, shot_range_name
 
 
@@ -70,6 +75,17 @@ def test_ranges_of_another_thread_do_not_capture_a_launch() -> None:
     assert kernel_times(events) == {(0, 0, "a", "k"): (1.0, 1)}
 
 
+def test_a_module_shared_by_layers_is_counted_in_the_layer_that_called_it() -> None:
+    events = [
+        _range(shot_range_name(0, 0), 0, 50),
+        _range("mod|model.layers.3.self_attn", 10, 40),
+        _range("mod|model.layers.0.self_attn.rotary_emb", 20, 30),
+        _launch(1, 25),
+        _kernel(1, "rope", 1.5),
+    ]
+    assert kernel_times(events) == {(0, 0, "model.layers.3.self_attn.rotary_emb", "rope"): (1.5, 1)}
+
+
 def test_two_ranges_that_start_together_nest_by_length() -> None:
     events = [
         _range("mod|inner", 10, 20),
@@ -121,3 +137,87 @@ def test_an_engine_version_outside_the_catalog_is_refused() -> None:
     check_version("0.26.0")
     with pytest.raises(AcquisitionError, match=r"0\.31\.0.*supported: 0\.26"):
         check_version("0.31.0")
+
+
+def test_per_rank_config_divides_what_shards_and_nothing_else() -> None:
+    config = load_model_config("deepseek-ai/DeepSeek-V3.2-Exp")
+    rank = per_rank_config(config, 8)
+    changed = {key: rank[key] for key in config if rank[key] != config[key]}
+    assert changed == {
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "intermediate_size": 2304,
+        "moe_intermediate_size": 256,
+        "vocab_size": 16160,
+    }
+    assert per_rank_config(config, 1) == config
+
+
+@pytest.mark.parametrize(("tp", "message"), [(3, "does not divide num_attention_heads"), (32, "fp8 block 128")])
+def test_a_degree_that_does_not_divide_is_refused(tp: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        per_rank_config(load_model_config("deepseek-ai/DeepSeek-V3.2-Exp"), tp)
+
+
+def _bound(module: str, kernel: str) -> str:
+    spec = load_model("deepseek-ai/DeepSeek-V3.2-Exp")
+    for rule in vllm_decomposed_dsa.rules(spec):
+        if re.search(rule.module, module) and re.search(rule.kernel, kernel):
+            return f"{rule.category}/{rule.name}"
+    return "unbound"
+
+
+# Module paths and kernel names (shortened) as vLLM 0.26.0 showed them on an H200.
+@pytest.mark.parametrize(
+    ("module", "kernel", "component"),
+    [
+        ("model.layers.3.self_attn.indexer.wq_b", "deep_gemm::sm90_fp8_gemm_1d2d_impl", "dense/indexer_wq_b"),
+        ("model.layers.3.self_attn.indexer", "_fused_indexer_q_rope_quant_kernel", "dense/indexer_quant"),
+        ("model.layers.3.self_attn.indexer", "at::native::CatArrayBatchedCopy", "dense/indexer_rotary"),
+        ("model.layers.0.self_attn.indexer.indexer_op", "deep_gemm::sm90_fp8_mqa_logits<64u>", "indexer/index_scores"),
+        ("model.layers.0.self_attn.indexer.indexer_op", "sm90_fp8_paged_mqa_logits<1u>", "indexer/index_scores"),
+        ("model.layers.0.self_attn.indexer.indexer_op", "vllm::topKPerRowPrefill<512>", "indexer/index_topk"),
+        (
+            "model.layers.0.self_attn.indexer.indexer_op",
+            "vllm::cooperative::cooperative_topk_cs4",
+            "indexer/index_topk",
+        ),
+        (
+            "model.layers.0.self_attn.indexer.indexer_op",
+            "vectorized_elementwise_kernel<4, FillFunctor",
+            "indexer/index_topk",
+        ),
+        (
+            "model.layers.0.self_attn.indexer.indexer_op",
+            "vllm::indexer_k_quant_and_cache_kernel",
+            "dense/indexer_cache_write",
+        ),
+        ("model.layers.0.self_attn.mla_attn.mla_attn", "nvjet_sm90_tst_256x128_64x4", "dense/absorb_q"),
+        ("model.layers.0.self_attn.mla_attn.mla_attn.v_up", "nvjet_sm90_tst_128x256_64x4", "dense/absorb_v"),
+        (
+            "model.layers.0.self_attn.mla_attn.mla_attn.forward_mqa",
+            "flash::FlashAttnFwdSm90",
+            "sparse_attention/sparse_mla",
+        ),
+        (
+            "model.layers.0.self_attn.mla_attn.mla_attn.forward_mha",
+            "flash::FlashAttnFwdSm90",
+            "attention/mla_dense_prefill",
+        ),
+        ("model.layers.0.self_attn.kv_b_proj", "deep_gemm::sm90_fp8_gemm_1d2d_impl", "attention/mla_dense_prefill"),
+        ("model.layers.3.mlp.experts", "fused_moe_kernel", "moe/experts"),
+        ("model.layers.3.mlp.experts", "vllm::moe::grouped_topk_fused_small_expert_count_kernel", "dense/router_topk"),
+        (
+            "model.layers.3.mlp.experts",
+            "vectorized_elementwise_kernel<8, CUDAFunctor_add<BFloat16>",
+            "dense/moe_combine",
+        ),
+        ("experts.ep8", "fused_moe_kernel", "moe/experts"),
+        ("logits_processor", "nvjet_sm90_tst_512x32", "per_sequence/lm_head"),
+        ("runner.prepare_inputs", "Memcpy HtoD (Pinned -> Device)", "dense/step_inputs"),
+        ("", "some_large_attention_kernel", "unbound"),
+        ("model.layers.0.self_attn.mla_attn.mla_attn", "flash::FlashAttnFwdSm90", "unbound"),
+    ],
+)
+def test_the_binding_of_the_decomposed_path(module: str, kernel: str, component: str) -> None:
+    assert _bound(module, kernel) == component

@@ -1,7 +1,7 @@
 """Per-rank shapes of a tensor-parallel degree on one card: the raw config with the divided fields divided.
 
-Attention heads, MLP widths and the vocabulary divide; hidden size, latent ranks, DSA index heads and experts do not
-(index heads and the latent caches are replicated on every rank).
+Attention heads, MLP widths and the vocabulary divide; hidden size, latent ranks, DSA index heads and the number of
+experts do not (index heads and the latent caches are replicated on every rank).
 """
 
 import copy
@@ -11,7 +11,8 @@ from typing import Any
 from profiler.core.errors import ConfigError
 from profiler.core.stack import text_config
 
-DIVIDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
+# moe_intermediate_size also sets the width of the shared expert, which divides like a dense MLP.
+DIVIDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "moe_intermediate_size", "vocab_size")
 
 
 def per_rank_config(config: Mapping[str, Any], tp: int) -> dict[str, Any]:
@@ -32,8 +33,7 @@ def per_rank_config(config: Mapping[str, Any], tp: int) -> dict[str, Any]:
             raise ConfigError(f"tp {tp} does not divide {key} = {result[key]}")
         result[key] //= tp
     block = result.get("quantization_config", {}).get("weight_block_size")
-    if block and result["intermediate_size"] % block[0]:
-        raise ConfigError(
-            f"tp {tp} cuts intermediate_size into {result['intermediate_size']}, no multiple of {block[0]}"
-        )
+    for key in ("intermediate_size", "moe_intermediate_size"):
+        if block and result.get(key, 0) % block[0]:
+            raise ConfigError(f"tp {tp} cuts {key} into {result[key]}, no multiple of the fp8 block {block[0]}")
     return result

@@ -5,6 +5,7 @@ launch, so the GPU time is free of launch gaps and independent of how far the de
 """
 
 import json
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -16,6 +17,8 @@ MODULE_PREFIX = "mod|"
 GPU_CATEGORIES = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 LAUNCH_CATEGORIES = frozenset({"cuda_runtime", "cuda_driver"})
 KERNEL_NAME_LIMIT = 160
+
+_LAYER = re.compile(r"\blayers\.\d+")
 
 TraceKey = tuple[int, int, str, str]
 """(shot index, repeat, module path, kernel name)."""
@@ -96,9 +99,15 @@ def _innermost_ranges(
                     shot = (int(shot_index), int(repeat))
                     module = ""
                 else:
-                    module = name[len(MODULE_PREFIX) :]
+                    module = _in_layer_of(module, name[len(MODULE_PREFIX) :])
             placed[correlation] = (shot, module)
     return placed
+
+
+def _in_layer_of(outer: str, inner: str) -> str:
+    """`inner` with the layer number of `outer`: layers share modules such as rotary embeddings, which have one path."""
+    layer = _LAYER.search(outer)
+    return _LAYER.sub(layer[0], inner, count=1) if layer else inner
 
 
 def annotate_modules(root: Any, prefix: str = "") -> list[Any]:
