@@ -1,13 +1,14 @@
 """Acquisition: sweep -> engine -> samples -> binding -> tables -> bundle."""
 
 import datetime
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 from profiler.card import CPU, check_card, choose_engine, hardware_name
-from profiler.core.bundle import write_bundle
+from profiler.core.bundle import read_bundle, table_text, write_bundle
 from profiler.core.errors import AcquisitionError, ConfigError
 from profiler.core.hardware import load_hardware
 from profiler.core.kv import kv_layout
@@ -19,7 +20,7 @@ from profiler.kernels._axes import Limits
 from profiler.kernels.moe import local_experts
 from profiler.samples import Run, append_result, plain_info, read_runs, start_run
 from profiler.sweep import choose_categories, merge, plan, rank_spec, split_by_memory
-from profiler.tabulate import Acquired, bundle_meta, config_sha256, tabulate
+from profiler.tabulate import Acquired, bundle_meta, config_sha256, one_engine, tabulate, variant_name
 
 SM90: Final = "sm90"
 
@@ -100,11 +101,20 @@ def protocol(job: Job, whole_forward: bool) -> dict[str, Any]:
 
 
 def measure(
-    job: Job, target: Target, tp: int, report: Report, save_to: Path | None = None, earlier: Sequence[Run] = ()
+    job: Job,
+    target: Target,
+    tp: int,
+    report: Report,
+    *,
+    save_to: Path | None = None,
+    earlier: Sequence[Run] = (),
+    new_in: Path | None = None,
 ) -> Run:
     """Starts the engine and runs the shots of one tp, without those that `earlier` runs have already.
 
-    Results go to `save_to` as they come. Raises AcquisitionError when the engine cannot start or the card is another.
+    Results go to `save_to` as they come. new_in: a root of bundles that must not have the tables yet, None to skip
+    that check. Raises AcquisitionError when the engine cannot start or the card is another, ConfigError when the
+    tables exist or the earlier runs were measured otherwise.
     """
     check_card(target.hardware)
     length = target.limits[tp].max_model_len
@@ -123,20 +133,24 @@ def measure(
     )
     engine = create_engine(choose_engine(job.engine, target.hardware), options)
     try:
-        return _run(job, target, tp, engine, report, save_to, earlier)
+        run = _planned(job, target, tp, engine)
+        if new_in is not None:
+            _refuse_existing(run, new_in)
+        one_engine([*earlier, run])
+        _fill(run, job, engine, report, save_to, finished(earlier))
+        return run
     finally:
         engine.close()
 
 
-def _run(
-    job: Job, target: Target, tp: int, engine: Engine, report: Report, save_to: Path | None, earlier: Sequence[Run]
-) -> Run:
+def _planned(job: Job, target: Target, tp: int, engine: Engine) -> Run:
+    """A run without results yet: what the engine is, and the shots that fit into its memory."""
     info = plain_info(engine.info())
     planned = [shot for shots in target.shots[tp].values() for shot in shots]
     if info.whole_forward:
         planned = merge(planned)
     shots, left_out = split_by_memory(planned, info.kv.get("tokens"), int(info.kv["block_tokens"]))
-    run = Run(
+    return Run(
         model=target.spec.name,
         model_config_sha256=config_sha256(target.config),
         hardware=target.hardware,
@@ -144,25 +158,37 @@ def _run(
         started_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
         command=job.command,
         protocol=protocol(job, info.whole_forward),
-        limits=asdict(target.limits[tp]),
+        limits=json.loads(json.dumps(asdict(target.limits[tp]))),
         info=info,
         shots=tuple(shots),
         left_out=tuple(left_out),
     )
-    done = finished(earlier)
-    todo = [index for index, shot in enumerate(shots) if shot not in done]
+
+
+def _refuse_existing(run: Run, root: Path) -> None:
+    folder = bundle_folder(root, run)
+    if not (folder / "meta.yaml").exists():
+        return
+    wanted = {(run.tp, fill.category) for shot in run.shots for fill in shot.fills}
+    there = sorted(f"tp{tp}/{category}.csv" for tp, category in wanted & read_bundle(folder).tables.keys())
+    if there:
+        raise ConfigError(f"{folder}: has {', '.join(there)} already. --force replaces them.")
+
+
+def _fill(run: Run, job: Job, engine: Engine, report: Report, save_to: Path | None, done: set[Shot]) -> None:
+    """Runs every shot of `run` that is not done, keeping and saving each result as it comes."""
+    todo = [index for index, shot in enumerate(run.shots) if shot not in done]
     if save_to is not None:
         start_run(save_to, run)
-    report(len(shots) - len(todo), len(shots), "")
-    count = len(shots) - len(todo)
-    for result in engine.run([shots[index] for index in todo], job.warmup, job.repeats):
+    count = len(run.shots) - len(todo)
+    report(count, len(run.shots), "")
+    for result in engine.run([run.shots[index] for index in todo], job.warmup, job.repeats):
         own = _renumbered(result, todo[result.shot_index])
         run.results[own.shot_index] = own
         if save_to is not None:
             append_result(save_to, own)
         count += 1
-        report(count, len(shots), shots[own.shot_index].label)
-    return run
+        report(count, len(run.shots), run.shots[own.shot_index].label)
 
 
 def _renumbered(result: ShotResult, index: int) -> ShotResult:
@@ -191,16 +217,32 @@ def load_samples(paths: Sequence[Path], target: Target) -> dict[int, list[Run]]:
     return by_tp
 
 
-def publish(runs: Sequence[Run], target: Target, job: Job, out_root: Path, force: bool) -> tuple[Path | None, Acquired]:
-    """Binds the runs of one tp and writes what is complete. Returns (bundle or None, what was acquired)."""
+def bundle_folder(root: Path, run: Run) -> Path:
+    """Where the tables of a run belong."""
+    return root / run.hardware / run.model / variant_name(run.info.weights, str(run.info.kv["layout"]))
+
+
+def publish(
+    runs: Sequence[Run], target: Target, job: Job, out_root: Path, force: bool = False
+) -> tuple[Path | None, Acquired]:
+    """Binds the runs of one tp and writes what is complete. Returns (bundle or None, what was acquired).
+
+    Tables that the bundle has already, equal to the last digit, are left as they are. Errors as `tabulate` and
+    `write_bundle`.
+    """
     tp = runs[-1].tp
     binding = find_binding(runs[-1].info)
     acquired = tabulate(runs, target.spec, binding, job.categories)
-    if not acquired.tables:
-        return None, acquired
-    meta = bundle_meta(runs, target.spec, acquired, binding, job.command)
-    tables = {(tp, category): table for category, table in acquired.tables.items()}
-    return write_bundle(out_root, meta, tables, force), acquired
+    folder = bundle_folder(out_root, runs[-1])
+    there = read_bundle(folder).tables if (folder / "meta.yaml").exists() else {}
+    tables = {
+        (tp, category): table
+        for category, table in acquired.tables.items()
+        if (tp, category) not in there or table_text(there[tp, category]) != table_text(table)
+    }
+    if tables:
+        write_bundle(out_root, bundle_meta(runs, target.spec, acquired, binding, job.command), tables, force)
+    return (folder if acquired.tables else None), acquired
 
 
 def refuse_incomplete(acquired: Sequence[Acquired]) -> None:

@@ -60,7 +60,7 @@ def tabulate(runs: Sequence[Run], spec: ModelSpec, binding: Binding, categories:
     the card's peak rates allow. Raises AcquisitionError when kernels of material time belong to no component: then
     nothing of this tp can be trusted. Raises ConfigError when the runs are not of one engine and layout.
     """
-    info = _one_engine(runs)
+    info = one_engine(runs)
     shots, results = _latest(runs)
     bound = bind(results.values(), shots, spec, info, binding)
     _refuse_material(bound)
@@ -89,7 +89,8 @@ def tabulate(runs: Sequence[Run], spec: ModelSpec, binding: Binding, categories:
     return Acquired(runs[-1].tp, tables, reasons, bound.unbound, bound.bound_share, grid)
 
 
-def _one_engine(runs: Sequence[Run]) -> EngineInfo:
+def one_engine(runs: Sequence[Run]) -> EngineInfo:
+    """What the runs have in common. Raises ConfigError when they were not measured alike."""
     first = runs[0]
     for run in runs[1:]:
         for what, a, b in (

@@ -99,7 +99,8 @@ def command(model: str, **options: Any) -> None:
         if missing := [tp for tp in chosen if tp not in by_tp]:
             raise ConfigError(f"the samples hold tp {', '.join(map(str, sorted(by_tp)))}, not {missing[0]}")
     else:
-        by_tp = _measure(job, target, save_to, options["resume"], options["samples_only"])
+        unchecked = options["force"] or options["resume"] or options["samples_only"]
+        by_tp = _measure(job, target, save_to, options["resume"], None if unchecked else out_root)
         chosen = job.tps
     if options["samples_only"]:
         count = sum(len(run.results) for runs in by_tp.values() for run in runs)
@@ -137,7 +138,7 @@ def _job(model: str, options: dict[str, Any]) -> "Job":
 
 
 def _measure(
-    job: "Job", target: "Target", save_to: Path | None, resume: bool, unpublished: bool
+    job: "Job", target: "Target", save_to: Path | None, resume: bool, new_in: Path | None
 ) -> "dict[int, list[Run]]":
     from profiler import acquire
     from profiler.core.errors import ConfigError
@@ -151,7 +152,10 @@ def _measure(
     for tp in job.tps:
         with _progress(f"{target.spec.name} on {target.hardware}, tp {tp}") as report:
             before = earlier.get(tp, [])
-            runs[tp] = [*before, acquire.measure(job, target, tp, report, save_to, before)]
+            runs[tp] = [
+                *before,
+                acquire.measure(job, target, tp, report, save_to=save_to, earlier=before, new_in=new_in),
+            ]
     return runs
 
 

@@ -18,7 +18,7 @@ Builder = Callable[["Bench", Shot], Call]
 # Distinct random values that every weight is tiled from: drawing billions of normals would take longer than measuring.
 _POOL_ELEMENTS = 1 << 20
 # Share of the free memory that one tensor may take; the rest is for activations and for other processes.
-_MEMORY_SHARE = 0.8
+_MEMORY_SHARE = 0.5
 
 
 @dataclass(slots=True)
