@@ -84,8 +84,8 @@ def tabulate(runs: Sequence[Run], spec: ModelSpec, binding: Binding, categories:
         for category in wanted
         if not refused[category]
     }
-    grid = _grid(runs, tables)
     reasons = {category: tuple(lines) for category, lines in refused.items() if lines and category in wanted}
+    grid = _grid(runs, tables, bound, reasons)
     return Acquired(runs[-1].tp, tables, reasons, bound.unbound, bound.bound_share, grid)
 
 
@@ -186,9 +186,12 @@ def _kv(info: EngineInfo) -> dict[str, Any]:
     return {key: value for key, value in info.kv.items() if key != "tokens"}
 
 
-def _grid(runs: Sequence[Run], tables: Mapping[Category, Table]) -> dict[str, Any]:
+def _grid(
+    runs: Sequence[Run], tables: Mapping[Category, Table], bound: Bound, refused: Mapping[Category, tuple[str, ...]]
+) -> dict[str, Any]:
     """Per table its axes and the run that filled it, and per run what it ran under."""
     run = runs[-1]
+    failed = {category: len(lines) for category, lines in refused.items()}
     grid: dict[str, Any] = {}
     for category, table in tables.items():
         axes = {c: sorted({float(v) for v in table.columns[c]}) for c in KEY_COLUMNS[category][1:]}
@@ -205,6 +208,8 @@ def _grid(runs: Sequence[Run], tables: Mapping[Category, Table]) -> dict[str, An
             "tp": each.tp,
             "limits": dict(each.limits),
             "kv_tokens": each.info.kv.get("tokens"),
+            "bound_share": round(bound.bound_share, 6),
+            "cells_failed": failed,
             "card": {key: each.info.gpu[key] for key in _MOMENTARY if key in each.info.gpu},
             "settings": dict(each.info.settings),
         }
@@ -232,8 +237,6 @@ def bundle_meta(
         "protocol": dict(run.protocol),
         "layer_kinds": list(info.layer_kinds),
         "shared_kernels": dict(binding.FUSED),
-        "not_published": {f"tp{run.tp}/{c}": len(lines) for c, lines in acquired.refused.items()},
-        "bound_share": round(acquired.bound_share, 6),
         "grid": dict(acquired.grid),
         "measured_at": run.started_at,
         "command": command,

@@ -7,11 +7,13 @@ from typing import Final
 import torch
 
 from profiler.core.shots import Shot
+from profiler.core.types import IndexerDims
 from profiler.engines.reference_support.bench import Bench, Builder, Call
 from profiler.ops.formats import SparseKVFormat, dequantize_index_rows, quantize_index_rows, quantize_mla_rows
 from profiler.ops.gqa import gqa_prefill
 from profiler.ops.indexer import index_scores, select_topk_causal
 from profiler.ops.mla import mla_prefill, sparse_mla, widen_rows
+from profiler.ops.msa import msa_attend, msa_block_scores, msa_select
 
 
 def _latents(bench: Bench, rows: int) -> torch.Tensor:
@@ -101,10 +103,69 @@ def _attention(bench: Bench, shot: Shot) -> Call:
     return lambda: [gqa_prefill(q, k, v, gqa.head_dim**-0.5) for q, k, v in work]
 
 
+def _index_dims(bench: Bench) -> IndexerDims:
+    assert bench.spec.indexer is not None
+    return bench.spec.indexer
+
+
+def _padded(bench: Bench, tokens: int) -> int:
+    """Tokens in whole selection blocks, as pages hold them."""
+    block = _index_dims(bench).block_tokens
+    return -(-tokens // block) * block
+
+
+def _block_scores(bench: Bench, shot: Shot) -> Call:
+    index = _index_dims(bench)
+    work = []
+    for new, context in shot.requests:
+        keys = bench.random(_padded(bench, new + context), index.head_dim, what="index keys")
+        work.append((bench.random(new, index.num_heads, index.head_dim), keys, _seen(bench, new, context)))
+    return lambda: [
+        msa_block_scores(q, keys, seen, block_tokens=index.block_tokens, checked=False) for q, keys, seen in work
+    ]
+
+
+def _block_choices(bench: Bench, new: int, context: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Distinct random scores (new, heads, blocks) and the positions of the rows."""
+    index = _index_dims(bench)
+    blocks = _padded(bench, new + context) // index.block_tokens
+    scores = _scores(bench, new, index.num_heads * blocks).view(new, index.num_heads, blocks)
+    return scores, _seen(bench, new, context)
+
+
+def _block_topk(bench: Bench, shot: Shot) -> Call:
+    index = _index_dims(bench)
+    work = [_block_choices(bench, new, context) for new, context in shot.requests]
+    return lambda: [
+        msa_select(scores, seen, index.topk, block_tokens=index.block_tokens, checked=False) for scores, seen in work
+    ]
+
+
+def _sparse_gqa(bench: Bench, shot: Shot) -> Call:
+    gqa, heads, index = bench.spec.gqa, bench.spec.num_heads, _index_dims(bench)
+    assert gqa is not None
+    work = []
+    for new, context in shot.requests:
+        scores, seen = _block_choices(bench, new, context)
+        picks = msa_select(scores, seen, index.topk, block_tokens=index.block_tokens, checked=False)
+        rows = _padded(bench, new + context)
+        key = bench.random(rows, gqa.num_kv_heads, gqa.head_dim, what="cached keys")
+        value = bench.random(rows, gqa.num_kv_heads, gqa.head_dim, what="cached values")
+        work.append((bench.random(new, heads, gqa.head_dim), key, value, picks, seen))
+    scale = gqa.head_dim**-0.5
+    return lambda: [
+        msa_attend(q, k, v, picks, seen, scale=scale, block_tokens=index.block_tokens, checked=False)
+        for q, k, v, picks, seen in work
+    ]
+
+
 BUILDERS: Final[dict[str, Builder]] = {
     "index_scores": _index_scores,
     "index_topk": _index_topk,
     "sparse_mla": _sparse_mla,
     "mla_dense_prefill": _mla_dense_prefill,
     "attention": _attention,
+    "block_scores": _block_scores,
+    "block_topk": _block_topk,
+    "sparse_gqa": _sparse_gqa,
 }

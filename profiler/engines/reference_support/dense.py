@@ -218,6 +218,25 @@ def _gqa_rotary(bench: Bench, shot: Shot) -> Call:
     return lambda: (rotary(q, cos, sin), rotary(k, cos, sin))
 
 
+def _qknorm_rope_insert(bench: Bench, shot: Shot) -> Call:
+    """Norm and half-width rotary of queries, keys, index queries and index key, then their cache rows."""
+    gqa, index = bench.spec.gqa, bench.spec.indexer
+    assert gqa is not None and index is not None
+    w, slots = bench.random(gqa.head_dim), _slots(bench, shot)
+    q, k, v = (_rows(bench, shot, n, gqa.head_dim) for n in (bench.spec.num_heads, gqa.num_kv_heads, gqa.num_kv_heads))
+    index_q, index_k = (_rows(bench, shot, n, index.head_dim) for n in (index.num_heads, 1))
+    cos, sin = rotary_table(positions(bench, shot), gqa.head_dim // 2)
+    caches = [torch.empty_like(x) for x in (k, v, index_k)]
+
+    def call() -> object:
+        turned = [rotary(rms_norm(x, w, unit_offset=True), cos, sin) for x in (q, index_q, k, index_k)]
+        for cache, rows in zip(caches, (turned[2], v, turned[3]), strict=True):
+            cache.index_copy_(0, slots, rows)
+        return turned
+
+    return call
+
+
 def _lm_head(bench: Bench, shot: Shot) -> Call:
     x = bench.random(len(shot.requests), bench.spec.hidden)
     w = bench.weight("lm_head", bench.spec.vocab, bench.spec.hidden)
@@ -258,6 +277,7 @@ BUILDERS: Final[dict[str, Builder]] = {
     "moe_combine": _moe_combine,
     "qk_norm": _qk_norm,
     "rotary_emb": _gqa_rotary,
+    "qknorm_rope_insert": _qknorm_rope_insert,
     "lm_head": _lm_head,
     "sampler": _sampler,
 }
