@@ -105,6 +105,8 @@ class Grid:
     """Time against two coordinates, as rows of points. A full rectangle keeps one `ys` for all rows.
 
     slide(x, y, other_x): the second coordinate at which another row answers for (x, y) where rows end unevenly.
+    place: the monotone function of the first coordinate in which time runs straight between two rows read that way;
+    None where it is the coordinate itself.
     """
 
     axes: tuple[str, str]
@@ -114,6 +116,7 @@ class Grid:
     slide: Slide
     outside: Outside
     rectangular: bool
+    place: Callable[[float], float] | None = None
 
     def at(self, x: float, y: float) -> float:
         """Microseconds at (x, y). Raises CoverageError outside the table."""
@@ -156,6 +159,9 @@ class Grid:
         if reading is None:
             self._refuse(x, y)
             reading = y, y
+        elif self.place is not None and reading[0] != reading[1]:
+            first = self.place(self.xs[i - 1])
+            u = (self.place(x) - first) / (self.place(self.xs[i]) - first)
         low = _line(self.ys[i - 1], self.ts[i - 1], reading[0])
         return max(0.0, low + (_line(self.ys[i], self.ts[i], reading[1]) - low) * u)
 
@@ -185,7 +191,11 @@ class Grid:
 
 
 def make_grid(
-    axes: tuple[str, str], points: Iterable[tuple[float, float, float]], slide: Slide, outside: Outside
+    axes: tuple[str, str],
+    points: Iterable[tuple[float, float, float]],
+    slide: Slide,
+    outside: Outside,
+    place: Callable[[float], float] | None = None,
 ) -> Grid:
     """A grid from (x, y, microseconds). Raises CoverageError when there is no point."""
     rows: dict[float, dict[float, float]] = {}
@@ -196,7 +206,7 @@ def make_grid(
     xs = tuple(sorted(rows))
     ys = tuple(tuple(sorted(rows[x])) for x in xs)
     ts = tuple(tuple(rows[x][y] for y in row) for x, row in zip(xs, ys, strict=True))
-    return Grid(axes, xs, ys, ts, slide, outside, rectangular=len(set(ys)) == 1)
+    return Grid(axes, xs, ys, ts, slide, outside, len(set(ys)) == 1, place)
 
 
 def equal_end(x: float, y: float, other: float) -> float:
@@ -287,6 +297,8 @@ def fixed_us(grid: Grid) -> float:
     The intercept of the line through both, at least zero and at most the smaller of the two times.
     """
     first = [(x, ts[0]) for x, ys, ts in zip(grid.xs, grid.ys, grid.ts, strict=True) if ys[0] == grid.ys[0][0]]
+    if len(first) > 2 and first[0] == (1.0, first[1][1]):
+        first = first[1:]  # the repeated row of a tile
     if len(first) < 2:
         return 0.0
     (x0, t0), (x1, t1) = first[:2]
