@@ -209,7 +209,7 @@ def memory_budget(
                 partial(activation_terms, spec, parallel, split, layouts[stage], hardware, batched, seqs),
             )
         )
-    fullest = min(ranks, key=lambda rank: rank.blocks(max_model_len))
+    fullest = min(ranks, key=lambda rank: (rank.blocks(max_model_len), rank.kv_gib(max_model_len)))
     widest = layouts[None]
     return Budget(
         spec=spec,

@@ -304,11 +304,21 @@ def _write_table(document: dict[str, Any]) -> None:
             _verdict(row),
         )
     console.print(table)
+    safe = document["largest_safe_dp"]
+    if safe and nominal["experts_gib"]:
+        console.print(
+            f"max-DP is the natural layout: {nominal['expert_share']:.1%} of the weights are experts, which ep splits "
+            f"and tp does not. The largest data parallelism that fits safely: {_spell(safe)}",
+            markup=False,
+        )
     for refusal in document["refused"]:
-        degrees = " ".join(f"{name} {refusal[name]}" for name in ("tp", "pp", "dp", "ep"))
-        console.print(f"refused: {degrees}: {refusal['reason']}", markup=False)
+        console.print(f"refused: {_spell(refusal)}: {refusal['reason']}", markup=False)
     for risk in sorted({row["risk"].split("; ", 1)[1] for row in document["placements"] if row["risk"]}):
         console.print(f"risky: {risk}", markup=False)
+
+
+def _spell(degrees: dict[str, Any]) -> str:
+    return " ".join(f"{name} {degrees[name]}" for name in ("tp", "pp", "dp", "ep"))
 
 
 def _verdict(row: dict[str, Any]) -> str:

@@ -1,0 +1,78 @@
+from pathlib import Path
+
+import pytest
+
+from profiler.core.errors import ConfigError
+from profiler.core.hardware import TIERS, canonical_name, known_hardware, load_hardware
+from profiler.core.paths import hardware_root
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA_H200", "H200"),
+        ("h200_sxm", "H200"),
+        ("h200", "H200"),
+        ("RTXPRO6000", "RTXPRO6000"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "RTXPRO6000"),
+        ("rtx_pro_6000_server", "RTXPRO6000"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("b200_sxm", "B200"),
+        ("NVIDIA GB200", "GB200"),
+    ],
+)
+def test_aliases(text: str, name: str) -> None:
+    assert canonical_name(text) == name
+    assert load_hardware(text).name == name
+
+
+def test_unknown_gpu_lists_the_known_and_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"did you mean 'H200'.*B200.*RTXPRO6000") as caught:
+        load_hardware("H20O")
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize("name", known_hardware())
+def test_every_file_is_consistent(name: str) -> None:
+    gpu = load_hardware(name)
+    assert all(gpu.sources.values())
+    assert set(gpu.links) == set(TIERS)
+    assert all(link.source for link in gpu.links.values())
+    assert 1.9 <= gpu.fp8_tflops / gpu.bf16_tflops <= 2.1, "fp8 runs at twice the bf16 rate on these chips"
+    assert gpu.links["intra_node"].bandwidth_gbps >= gpu.links["inter_node"].bandwidth_gbps
+    assert gpu.links["intra_node"].latency_us <= gpu.links["inter_node"].latency_us
+
+
+def test_memory_is_what_the_runtime_reports() -> None:
+    """Totals of public engine logs; the driver's figure (143,771 MiB for the H200) is larger."""
+    logged = {"H200": 139.81, "B200": 178.35, "GB200": 184.31, "RTXPRO6000": 94.97}
+    assert {name: load_hardware(name).memory_total_gib for name in logged} == logged
+    assert load_hardware("H200").memory_total_gib < 143_771 / 1024
+
+
+def test_architectures() -> None:
+    found = {name: load_hardware(name).architecture for name in known_hardware()}
+    assert found == {"B200": "sm100", "GB200": "sm100", "H100": "sm90", "H200": "sm90", "RTXPRO6000": "sm120"}
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("hbm_gbps:", "hbm_gb:", "unknown key 'hbm_gb'; did you mean 'hbm_gbps'"),
+        ("value: 4800", "value: -1", "hbm_gbps must be a positive number"),
+        ("value: 4800", "value: .inf", "hbm_gbps must be a positive number"),
+        ("value: 132", "value: 132.5", "sm_count must be an integer"),
+        ("architecture: sm90", "architecture: hopper", "must look like 'sm90'"),
+        ("name: H200", "name: H201", "it must be the file's"),
+        ("latency_us: 4.4", "latency_ms: 4.4", "unknown key 'latency_ms'"),
+        ("inter_node:", "internode:", "unknown key 'internode'"),
+        ("architecture: sm90\n", "", "missing architecture"),
+    ],
+)
+def test_malformed_files_are_refused(tmp_path: Path, old: str, new: str, message: str) -> None:
+    text = (hardware_root() / "H200.yaml").read_text()
+    assert old in text
+    (tmp_path / "H200.yaml").write_text(text.replace(old, new, 1))
+    with pytest.raises(ConfigError, match=message):
+        load_hardware("H200", tmp_path)
