@@ -26,20 +26,22 @@ from profiler.core.types import Parallel
 from serving.policies import load_policy
 from serving.routers import create_router
 
-UNLIMITED_SEQS = 2**31 - 1
+UNLIMITED = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """Settings of one engine. max_model_len_tokens and max_num_batched_tokens: None is the model's own maximum.
+    """Settings of one engine. max_model_len_tokens: None is the model's own maximum. max_num_batched_tokens and
+    max_num_seqs: None is what the engine picks for the card; UNLIMITED batched tokens mean max_model_len_tokens.
 
     num_gpu_blocks (the null block included) or available_kv_gib (per rank) replace the memory budget when given.
-    block_tokens: None is what the engine picks for the model and the card.
+    block_tokens: None is what the engine picks for the model and the card. eager: no CUDA graphs, so steps are not
+    padded to captured sizes. host_overhead_us: time per step that the tables do not contain, as stated by the user.
     """
 
     max_model_len_tokens: int | None
     max_num_batched_tokens: int | None
-    max_num_seqs: int
+    max_num_seqs: int | None
     long_prefill_threshold_tokens: int
     chunked_prefill: bool
     prefix_caching: bool
@@ -49,6 +51,8 @@ class EngineSettings:
     gpu_memory_utilization: float
     num_gpu_blocks: int | None
     available_kv_gib: float | None
+    eager: bool = False
+    host_overhead_us: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,11 +139,11 @@ class ParallelFile(Strict):
 
 
 class EngineFile(Strict):
-    """Names and meanings as in vLLM; the limits default to those of its API server on cards of 70 to 160 GiB."""
+    """Names and meanings as in vLLM. Limits without a value are those of its API server for the model and the card."""
 
     max_model_len: Count | None = None
-    max_num_batched_tokens: Count = 8192
-    max_num_seqs: Count = 1024
+    max_num_batched_tokens: Count | None = None
+    max_num_seqs: Count | None = None
     long_prefill_token_threshold: Annotated[int, Field(ge=0)] = 0
     enable_chunked_prefill: bool = True
     enable_prefix_caching: bool = True
@@ -149,6 +153,8 @@ class EngineFile(Strict):
     gpu_memory_utilization: Share = 0.9
     num_gpu_blocks: Annotated[int, Field(ge=2)] | None = None
     available_kv_gib: Positive | None = None
+    enforce_eager: bool = False
+    host_overhead_us: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
 
 
 class InstanceFile(Strict):
@@ -228,6 +234,8 @@ def _settings(engine: EngineFile) -> EngineSettings:
         gpu_memory_utilization=engine.gpu_memory_utilization,
         num_gpu_blocks=engine.num_gpu_blocks,
         available_kv_gib=engine.available_kv_gib,
+        eager=engine.enforce_eager,
+        host_overhead_us=engine.host_overhead_us,
     )
 
 

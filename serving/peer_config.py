@@ -18,7 +18,7 @@ from profiler.core.registry import load_model
 from profiler.core.types import Parallel
 from profiler.core.units import GIB, NS_PER_US
 from serving.config import (
-    UNLIMITED_SEQS,
+    UNLIMITED,
     Cluster,
     Count,
     EngineSettings,
@@ -173,8 +173,8 @@ def _engine(one: PeerInstance, overrides: Overrides) -> EngineSettings:
     batched = _first(one.max_num_batched_tokens, overrides.max_num_batched_tokens, 2048)
     return EngineSettings(
         max_model_len_tokens=None,
-        max_num_batched_tokens=batched or None,
-        max_num_seqs=seqs or UNLIMITED_SEQS,
+        max_num_batched_tokens=batched or UNLIMITED,
+        max_num_seqs=seqs or UNLIMITED,
         long_prefill_threshold_tokens=_first(
             one.long_prefill_token_threshold, overrides.long_prefill_threshold_tokens, 0
         ),

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from profiler.core.types import Parallel
 from serving.core.runlog import RequestRecord
+from serving.core.scheduler import Limits
 from serving.traces import Trace
 
 
@@ -23,8 +24,8 @@ class Tables:
 class Deployment:
     """One instance of the cluster as it ran, with every setting resolved.
 
-    engines: the instance_ids of its data-parallel ranks. num_gpu_blocks (per rank) includes the null block;
-    kv_tokens is what the usable blocks of one rank hold. lockstep: its ranks step together.
+    engines: the instance_ids of its data-parallel ranks. lockstep: they step together. num_gpu_blocks (per rank)
+    includes the null block; block_tokens is the tokens of a sequence that one block stands for.
     """
 
     model: str
@@ -36,17 +37,16 @@ class Deployment:
     block_tokens: int
     num_gpu_blocks: int
     blocks_source: str
-    max_model_len_tokens: int
-    max_num_batched_tokens: int
-    max_num_seqs: int
-    long_prefill_threshold_tokens: int
-    chunked_prefill: bool
+    limits: Limits
     prefix_caching: bool
     policy: str
+    eager: bool
+    host_overhead_us: float
     tables: Tables
 
     @property
     def kv_tokens(self) -> int:
+        """Tokens that the usable blocks of one rank hold."""
         return (self.num_gpu_blocks - 1) * self.block_tokens
 
 

@@ -10,7 +10,7 @@ import yaml
 from profiler.core.errors import ConfigError
 from profiler.core.paths import data_root
 from profiler.core.types import Parallel
-from serving.config import UNLIMITED_SEQS, Overrides, load_cluster
+from serving.config import UNLIMITED, Overrides, load_cluster
 
 SHARED = Path(__file__).resolve().parents[2].parent / "shared"
 OURS = {"instances": [{"model": "meta-llama/Llama-3.1-8B", "hardware": "H200"}]}
@@ -46,12 +46,12 @@ def peer(count=1, **changes):
 
 
 @pytest.mark.parametrize("suffix", [".yaml", ".json"])
-def test_defaults_are_the_engines(tmp_path, suffix):
+def test_what_a_file_leaves_out_is_left_to_the_engine(tmp_path, suffix):
     cluster = load_cluster(ours(tmp_path, suffix))
     (instance,) = cluster.instances
     engine = instance.engine
     assert (cluster.router, instance.parallel, instance.variant) == ("least_loaded", Parallel(), None)
-    assert (engine.max_num_batched_tokens, engine.max_num_seqs, engine.max_model_len_tokens) == (8192, 1024, None)
+    assert (engine.max_num_batched_tokens, engine.max_num_seqs, engine.max_model_len_tokens) == (None, None, None)
     assert engine.prefix_caching and engine.chunked_prefill
     assert (instance.memory, instance.links) == (None, None)
 
@@ -131,7 +131,7 @@ def test_the_peers_file_keeps_its_names_units_and_defaults(tmp_path):
 def test_the_peers_instance_keys_win_over_the_command_line(tmp_path):
     flags = Overrides(max_num_seqs=3, max_num_batched_tokens=64)
     (instance,) = load_cluster(write(tmp_path, peer(max_num_seqs=0, dtype="bfloat16")), flags).instances
-    assert (instance.engine.max_num_seqs, instance.engine.max_num_batched_tokens) == (UNLIMITED_SEQS, 64)
+    assert (instance.engine.max_num_seqs, instance.engine.max_num_batched_tokens) == (UNLIMITED, 64)
     assert instance.variant == "bf16"
 
 

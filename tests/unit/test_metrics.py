@@ -18,19 +18,19 @@ from serving.terminal import run_lines
 from serving.traces import Trace, TraceRequest
 
 FLAT = LinearCost(base_ns=1_000_000, token_ns=0, key_ns=0)
+LIMITS = Limits(max_num_seqs=8, max_num_batched_tokens=64, max_model_len_tokens=1024)
 DEPLOYMENT = Deployment(
     model="acme/tiny", hardware="CPU", parallel=Parallel(), engines=(0,), lockstep=False, kv_layout="bf16",
-    block_tokens=16, num_gpu_blocks=6, blocks_source="num_gpu_blocks", max_model_len_tokens=1024,
-    max_num_batched_tokens=64, max_num_seqs=8, long_prefill_threshold_tokens=0, chunked_prefill=True,
-    prefix_caching=True, policy="fcfs", tables=Tables("CPU", "acme/tiny", "bf16", "measured", "reference 1"),
+    block_tokens=16, num_gpu_blocks=6, blocks_source="num_gpu_blocks", limits=LIMITS,
+    prefix_caching=True, policy="fcfs", eager=True, host_overhead_us=0.0,
+    tables=Tables("CPU", "acme/tiny", "bf16", "measured", "reference 1"),
 )  # fmt: skip
 
 
 def replayed(rows, horizon_ns=None):
     """Rows are (arrival_ns, prompt, output); every step takes 1 ms; 5 usable blocks of 16 tokens."""
-    limits = Limits(max_num_seqs=8, max_num_batched_tokens=64, max_model_len_tokens=1024)
     log = RunLog()
-    groups = [group(engine(num_blocks=6, limits=limits), cost=FLAT)]
+    groups = [group(engine(num_blocks=6, limits=LIMITS), cost=FLAT)]
     requests = [request(i, prompt, output, at) for i, (at, prompt, output) in enumerate(rows)]
     run(groups, requests, create_router("least_loaded"), log, horizon_ns=horizon_ns)
     trace = Trace("jsonl", tuple(TraceRequest(f"r{i}", at, p, o) for i, (at, p, o) in enumerate(rows)))

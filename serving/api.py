@@ -1,0 +1,106 @@
+"""The replay as a function of a cluster and a trace."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from profiler.core.errors import ConfigError
+from profiler.core.paths import default_bundle_root
+from serving.config import Cluster, Overrides, load_cluster
+from serving.core.engine import Group
+from serving.core.loop import run
+from serving.core.request import Request
+from serving.core.runlog import RunLog
+from serving.deployment import Deployed, deploy
+from serving.result import Result
+from serving.routers import create_router
+from serving.traces import OnBadRow, Trace, read_trace
+from serving.traces._content import block_keys
+
+Progress = Callable[[int, int, int], None]
+
+
+def replay(
+    cluster: Cluster | Path | str,
+    trace: Trace | Path | str,
+    *,
+    bundle_root: Path | str | None = None,
+    overrides: Overrides | None = None,
+    num_reqs: int = 0,
+    on_bad_row: OnBadRow = "error",
+    horizon_ns: int | None = None,
+    allow_extrapolation: bool = False,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> Result:
+    """Replay a trace on a cluster.
+
+    cluster, trace: frozen values, or the paths of their files; `overrides` applies to a cluster file, `num_reqs`
+    (first rows only, 0 for all) and `on_bad_row` to a trace file. bundle_root: folder of bundles, by default the
+    shipped one. horizon_ns: end of the simulated time, None for no end. allow_extrapolation: price shapes outside the
+    tables too, and count them. seed: kept with the result; no random draw is made by the routers and policies that
+    exist. progress(requests done, requests, simulated ns) is called after every step.
+
+    Everything is checked before the first step. Raises ConfigError, CoverageError, ContractError or CapacityError
+    (profiler.core.errors); a shape outside the tables raises CoverageError from within the run.
+    """
+    cluster = cluster if isinstance(cluster, Cluster) else load_cluster(Path(cluster), overrides)
+    deployed = _deploy_all(cluster, Path(bundle_root) if bundle_root else default_bundle_root(), allow_extrapolation)
+    longest_tokens = max(one.deployment.limits.max_model_len_tokens for one in deployed)
+    if not isinstance(trace, Trace):
+        trace = read_trace(Path(trace), limit=num_reqs, on_bad_row=on_bad_row, max_prompt_tokens=longest_tokens)
+    log = RunLog()
+    groups = [group for one in deployed for group in one.groups]
+
+    def observe(now_ns: int, group: Group) -> None:
+        assert progress is not None
+        progress(len(log.records), len(trace.requests), now_ns)
+
+    run(
+        groups,
+        _requests(trace, deployed),
+        create_router(cluster.router),
+        log,
+        horizon_ns=horizon_ns,
+        observe=observe if progress else None,
+    )
+    return Result(
+        cluster=cluster.name,
+        router=cluster.router,
+        trace=trace,
+        records=tuple(log.records[index] for index in range(len(trace.requests))),
+        gaps_ns=log.gaps_ns,
+        deployments=tuple(one.deployment for one in deployed),
+        steps=sum(group.steps for group in groups),
+        extrapolated_lookups=sum(one.cost.extrapolated.total() for one in deployed),
+        seed=seed,
+        horizon_ns=horizon_ns,
+    )
+
+
+def _deploy_all(cluster: Cluster, bundle_root: Path, allow_extrapolation: bool) -> list[Deployed]:
+    deployed: list[Deployed] = []
+    for instance in cluster.instances:
+        first_engine = sum(len(one.deployment.engines) for one in deployed)
+        deployed.append(deploy(instance, first_engine, bundle_root, allow_extrapolation))
+    return deployed
+
+
+def _requests(trace: Trace, deployed: list[Deployed]) -> list[Request]:
+    """Fresh requests whose block keys fit the block size of the engines.
+
+    Raises ConfigError when engines with prefix caching have different block sizes and the trace has token ids: the
+    content of a block would depend on where a request is routed.
+    """
+    sizes = {one.deployment.block_tokens for one in deployed if one.deployment.prefix_caching}
+    keys: list[tuple[int, ...]] = [()] * len(trace.requests)
+    if sizes and any(row.prompt_ids is not None for row in trace.requests):
+        if len(sizes) > 1:
+            raise ConfigError(
+                f"instances have KV blocks of {', '.join(map(str, sorted(sizes)))} tokens: a trace with token ids "
+                "needs one block size; switch prefix caching off or use requests without ids"
+            )
+        keys = block_keys(trace.requests, sizes.pop())
+    return [
+        Request(index, row.arrival_ns, row.prompt_tokens, row.output_tokens, keys[index])
+        for index, row in enumerate(trace.requests)
+    ]

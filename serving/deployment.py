@@ -1,0 +1,179 @@
+"""From one instance of a cluster file to what the replay needs of it: cost, KV blocks and resolved settings."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from profiler.core.bundle import Bundle, find_bundle, read_bundle
+from profiler.core.errors import CapacityError, ConfigError
+from profiler.core.hardware import Hardware, known_hardware, load_hardware
+from profiler.core.kv import KvLayout, kv_layout
+from profiler.core.registry import load_model
+from profiler.core.types import ModelSpec
+from profiler.core.units import GIB
+from profiler.core.weights import engine_weights
+from serving.capacity import default_batched_tokens, default_num_seqs, memory_budget, require_fit
+from serving.collectives import from_fitted_link
+from serving.config import UNLIMITED, EngineSettings, Instance, PeerMemory
+from serving.core.blocks import BlockManager
+from serving.core.engine import Engine, Group
+from serving.core.scheduler import Limits, Scheduler
+from serving.cost import TableCost, build_cost, default_capture_sizes
+from serving.policies import load_policy
+from serving.result import Deployment, Tables
+
+
+@dataclass(frozen=True, slots=True)
+class Deployed:
+    """A deployment with its cost and its engines, ready to run once."""
+
+    deployment: Deployment
+    cost: TableCost
+    groups: tuple[Group, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Kv:
+    """The KV pool of one rank: its layout, its blocks with the null block, and where their number comes from."""
+
+    layout: KvLayout
+    num_gpu_blocks: int
+    source: str
+
+
+def deploy(instance: Instance, first_engine: int, bundle_root: Path, allow_extrapolation: bool) -> Deployed:
+    """The engines of one instance, numbered from `first_engine`.
+
+    Data-parallel ranks of a model with experts step in lockstep; those of a dense model are independent engines.
+    Raises ConfigError (unknown model or GPU, illegal split or setting), CoverageError (no bundle, missing table),
+    ContractError (the bundle does not belong to this run) and CapacityError (it does not fit).
+    """
+    spec = load_model(instance.model)
+    hardware = None if instance.memory else load_hardware(instance.hardware)
+    hardware_name = hardware.name if hardware else instance.hardware
+    limits = _limits(instance.engine, spec, hardware)
+    bundle = read_bundle(find_bundle(bundle_root, hardware_name, spec.name, instance.variant))
+    kv = _kv(instance, spec, hardware, limits, bundle)
+    lockstep = spec.moe is not None and instance.parallel.dp > 1
+    cost = build_cost(
+        bundle=bundle,
+        spec=spec,
+        parallel=instance.parallel if lockstep else replace(instance.parallel, dp=1),
+        hardware=hardware,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        kv=kv.layout,
+        collectives=from_fitted_link(instance.links) if instance.links else None,
+        capture_sizes=() if instance.engine.eager else default_capture_sizes(limits.max_num_seqs),
+        overhead_us=instance.engine.host_overhead_us,
+        allow_extrapolation=allow_extrapolation,
+    )
+    deployment = Deployment(
+        model=spec.name,
+        hardware=hardware_name,
+        parallel=instance.parallel,
+        engines=tuple(range(first_engine, first_engine + instance.parallel.dp)),
+        lockstep=lockstep,
+        kv_layout=kv.layout.layout,
+        block_tokens=kv.layout.tokens_per_block,
+        num_gpu_blocks=kv.num_gpu_blocks,
+        blocks_source=kv.source,
+        limits=limits,
+        prefix_caching=instance.engine.prefix_caching,
+        policy=instance.engine.policy,
+        eager=instance.engine.eager,
+        host_overhead_us=instance.engine.host_overhead_us,
+        tables=_tables(bundle),
+    )
+    engines = [_engine(deployment, index, spec) for index in deployment.engines]
+    groups = [engines] if lockstep else [[engine] for engine in engines]
+    return Deployed(deployment, cost, tuple(Group(members, cost) for members in groups))
+
+
+def _engine(one: Deployment, index: int, spec: ModelSpec) -> Engine:
+    blocks = BlockManager(one.num_gpu_blocks, one.block_tokens, one.prefix_caching)
+    cap_tokens = spec.indexer.attended_cap_tokens if spec.indexer else None
+    return Engine(index, Scheduler(one.limits, blocks, load_policy(one.policy)), cap_tokens)
+
+
+def _limits(asked: EngineSettings, spec: ModelSpec, hardware: Hardware | None) -> Limits:
+    """The scheduler's limits with the engine's defaults filled in. Raises ConfigError where they contradict."""
+    length = spec.max_position if asked.max_model_len_tokens is None else asked.max_model_len_tokens
+    if length > spec.max_position:
+        raise ConfigError(f"max_model_len is {length}; {spec.name} takes at most {spec.max_position} tokens")
+    batched, seqs = asked.max_num_batched_tokens, asked.max_num_seqs
+    if hardware is not None:
+        batched = default_batched_tokens(hardware) if batched is None else batched
+        seqs = default_num_seqs(hardware) if seqs is None else seqs
+    if batched is None or seqs is None:
+        raise ConfigError("max_num_batched_tokens and max_num_seqs are needed where no hardware file is used")
+    batched = length if batched == UNLIMITED else batched
+    if not asked.chunked_prefill and batched < length:
+        raise ConfigError(
+            f"without chunked prefill max_num_batched_tokens ({batched}) must be at least max_model_len ({length})"
+        )
+    return Limits(
+        max_num_seqs=seqs,
+        max_num_batched_tokens=batched,
+        max_model_len_tokens=length,
+        long_prefill_threshold_tokens=asked.long_prefill_threshold_tokens,
+        chunked_prefill=asked.chunked_prefill,
+    )
+
+
+def _kv(instance: Instance, spec: ModelSpec, hardware: Hardware | None, limits: Limits, bundle: Bundle) -> _Kv:
+    asked = instance.engine
+    if instance.memory is not None:
+        return _peer_kv(instance, spec, instance.memory, bundle)
+    assert hardware is not None
+    budget = memory_budget(
+        spec,
+        hardware,
+        instance.parallel,
+        max_model_len=limits.max_model_len_tokens,
+        kv_dtype=asked.kv_cache_dtype,
+        utilization=asked.gpu_memory_utilization,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        max_num_seqs=limits.max_num_seqs,
+        block_tokens=asked.block_tokens,
+        available_kv_gib=asked.available_kv_gib,
+    )
+    if asked.num_gpu_blocks is not None:
+        return _Kv(budget.layout, asked.num_gpu_blocks, "num_gpu_blocks")
+    require_fit(budget)
+    source = "memory budget" if asked.available_kv_gib is None else "available_kv_gib"
+    return _Kv(budget.layout, budget.num_gpu_blocks, source)
+
+
+def _peer_kv(instance: Instance, spec: ModelSpec, memory: PeerMemory, bundle: Bundle) -> _Kv:
+    """The peer's rule: mem_size x mem_util less the weights of the rank, in whole blocks."""
+    architecture = load_hardware(instance.hardware).architecture if instance.hardware in known_hardware() else "unknown"
+    block_tokens = instance.engine.block_tokens or bundle.meta["kv"]["block_tokens"]
+    layout = kv_layout(spec, instance.parallel, architecture, instance.engine.kv_cache_dtype, block_tokens=block_tokens)
+    weights_bytes = engine_weights(spec, instance.parallel).total_bytes
+    available_bytes = memory.mem_size_gib * memory.mem_util * GIB - weights_bytes
+    num_gpu_blocks = math.floor(available_bytes / layout.bytes_per_block)
+    if num_gpu_blocks < 2:
+        raise CapacityError(
+            f"{spec.name} does not fit: mem_size {memory.mem_size_gib:g} GiB x mem_util {memory.mem_util:g} less "
+            f"{weights_bytes / GIB:.2f} GiB of weights leaves {available_bytes / GIB:.2f} GiB for KV"
+        )
+    return _Kv(layout, num_gpu_blocks, "mem_size x mem_util less weights")
+
+
+def _tables(bundle: Bundle) -> Tables:
+    meta = bundle.meta
+    return Tables(
+        hardware=str(meta["hardware"]),
+        model=str(meta["model"]),
+        variant=str(meta["variant"]),
+        provenance=str(meta["provenance"]),
+        engine=_engine_name(meta["engine"]),
+    )
+
+
+def _engine_name(engine: Mapping[str, Any]) -> str:
+    name = str(engine.get("name"))
+    version = (engine.get("versions") or {}).get(name)
+    return f"{name} {version}" if version else name
