@@ -72,6 +72,11 @@ class Limits:
     max_num_seqs: int
 
     @property
+    def longest(self) -> int:
+        """Most tokens that a request holds in a step: the last of max_model_len is sampled and never computed."""
+        return self.max_model_len - 1
+
+    @property
     def axes(self) -> Axes:
         if self.grid not in GRIDS:
             raise unknown("grid", self.grid, GRIDS)

@@ -18,7 +18,7 @@ def decode_cells(limits: Limits) -> Iterator[tuple[int, int]]:
     """(requests, kv) pairs; kv counts the new token."""
     most = min(limits.max_num_seqs, limits.max_num_batched_tokens)
     for requests in limits.up_to(limits.axes.decode_requests, most):
-        for kv in limits.up_to(limits.axes.decode_kv_tokens, limits.max_model_len):
+        for kv in limits.up_to(limits.axes.decode_kv_tokens, limits.longest):
             yield requests, kv
 
 

@@ -34,11 +34,11 @@ def shots(spec: ModelSpec, limits: Limits) -> list[Shot]:
     short = tuple(c.name for c in components if c.when == "prefill_dense")
     found: list[Shot] = []
     if always:
-        cells = prefill_cells(limits, limits.max_model_len)
+        cells = prefill_cells(limits, limits.longest)
         found += [prefill_shot(CATEGORY, always, chunk, context, "auto") for chunk, context in cells]
         found += [decode_shot(CATEGORY, always, requests, kv) for requests, kv in decode_cells(limits)]
     if short and spec.indexer is not None:
-        cells = prefill_cells(limits, min(limits.max_model_len, spec.indexer.attended_cap_tokens))
+        cells = prefill_cells(limits, min(limits.longest, spec.indexer.attended_cap_tokens))
         found += [prefill_shot(CATEGORY, short, chunk, context, "dense") for chunk, context in cells]
     return found
 

@@ -28,7 +28,7 @@ def shots(spec: ModelSpec, limits: Limits) -> list[Shot]:
     names = names_of(spec, CATEGORY)
     return [
         Shot(fills=(Fill(CATEGORY, (tokens,), names),), requests=((tokens, 0),), regime=sparse_regime(spec))
-        for tokens in limits.up_to(limits.axes.tokens, min(limits.max_num_batched_tokens, limits.max_model_len))
+        for tokens in limits.up_to(limits.axes.tokens, min(limits.max_num_batched_tokens, limits.longest))
     ]
 
 

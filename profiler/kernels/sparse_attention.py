@@ -26,7 +26,7 @@ def shots(spec: ModelSpec, limits: Limits) -> list[Shot]:
     names = names_of(spec, CATEGORY)
     if not names:
         return []
-    prefills = prefill_cells(limits, limits.max_model_len)
+    prefills = prefill_cells(limits, limits.longest)
     found = [prefill_shot(CATEGORY, names, chunk, context, sparse_regime(spec)) for chunk, context in prefills]
     return found + [decode_shot(CATEGORY, names, requests, kv) for requests, kv in decode_cells(limits)]
 
