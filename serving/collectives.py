@@ -1,30 +1,41 @@
-"""Time of collective operations from link parameters alone: latency of the steps plus bytes over bandwidth.
+"""Time of collective operations from link parameters alone.
 
 Volumes per rank, for n ranks and a result of B bytes (all-gather) or an input of B bytes (reduce-scatter, all-reduce):
 
-    all-gather, reduce-scatter   (n - 1) / n x B, n - 1 ring steps
-    all-reduce                   2 (n - 1) / n x B, 2 (n - 1) ring steps; where every pair of ranks is linked directly,
-                                 also one exchange of (n - 1) x B, or two exchanges of (n - 1) / n x B each
+    all-gather, reduce-scatter   (n - 1) / n x B, in n - 1 ring steps
+    all-reduce                   2 (n - 1) / n x B, in 2 (n - 1) ring steps
 
-The fastest legal way is taken. Over several nodes the bytes that cross between nodes, (nodes - 1) / nodes x B for a
-node, share its network ports; the slower of both tiers counts.
+A ring of s steps that moves m bytes over links of bandwidth w takes
+
+    first + (s - 1) further + m / w + 2 sqrt(chunk m / w)
+
+where the last term is that of the best cut into chunks, each of which costs `chunk` once (the sum k chunk + m / (k w)
+over k chunks has this least value). All-reduces up to 8 MiB among directly linked ranks are single kernels that read
+their peers' memory: one exchange of (n - 1) x B, or two of (n - 1) / n x B each, whichever is faster, without chunks.
+
+Over several nodes the bytes that cross between them, (nodes - 1) / nodes x B for a node, share its network ports; the
+slower of both tiers counts.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Protocol
 
 from profiler.core.errors import ConfigError
 from profiler.core.hardware import Hardware, Link
+from profiler.core.units import MIB
 
-# From public all-reduce, all-gather and reduce-scatter tables of H200 and RTX PRO 6000 with 2, 4 and 8 ranks
-# (AIConfigurator, NCCL 2.29 and vLLM's own kernel in a CUDA graph): a ring step after the first adds 0.3 of the
-# smallest message's latency, and large messages reach these shares of the link's peak.
+# From public tables of H200 and RTX PRO 6000 with 2, 4 and 8 ranks (AIConfigurator: NCCL 2.29, and the engine's own
+# all-reduce in a CUDA graph). A ring step after the first adds 0.3 of a smallest message's latency, a chunk costs one,
+# and these shares of the links' peak are reached.
 _FURTHER_STEP = 0.3
-_SHARE_SWITCHED = 0.75
-_SHARE_PAIR = 0.6
-_SHARE_RING = 0.45
-# NVLink and its switches link every pair at full rate; PCIe, which is slower than this, does not.
+_SWITCHED_RING, _SWITCHED_DIRECT = 0.9, 0.75
+_PAIR = 0.55
+_BUS_RING = 0.4
+# NVLink and its switches link every pair at full rate; PCIe, which is slower than this, links only two ranks so.
 _SWITCHED_GBPS = 150
+# Largest message of the engine's own all-reduce kernels.
+_DIRECT_MAX_BYTES = 8 * MIB
 
 
 class LinkLike(Protocol):
@@ -39,22 +50,37 @@ class LinkLike(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """Links of one reach. pair_gbps and ring_gbps: achieved per direction between two ranks, and by more than two.
+    """Links of one reach, achieved bandwidths per GPU and direction.
 
-    first_us and further_us: latency of the first and of each further step. direct: every pair has a full link.
+    pair_gbps, ring_gbps: in a ring of two ranks, and of more. direct_gbps, direct_pair_gbps: single kernels over direct
+    links among more than two ranks and between two, 0 where there are none. first_us, further_us: latency of the first
+    and of each further step. chunk_us: cost of one chunk of a pipelined ring.
     """
 
     pair_gbps: float
     ring_gbps: float
+    direct_pair_gbps: float
+    direct_gbps: float
     first_us: float
     further_us: float
-    direct: bool
+    chunk_us: float
 
-    def _gbps(self, ranks: int) -> float:
-        return self.pair_gbps if ranks == 2 else self.ring_gbps
+    def ring_us(self, steps: int, moved_bytes: float, ranks: int) -> float:
+        return self.first_us + self.further_us * (steps - 1) + self.flow_us(moved_bytes, ranks)
 
-    def us(self, steps: int, moved_bytes: float, ranks: int) -> float:
-        return self.first_us + self.further_us * (steps - 1) + moved_bytes / (self._gbps(ranks) * 1e3)
+    def flow_us(self, moved_bytes: float, ranks: int) -> float:
+        """The part of a ring that grows with its bytes."""
+        us = moved_bytes / ((self.pair_gbps if ranks == 2 else self.ring_gbps) * 1e3)
+        return us + 2 * math.sqrt(self.chunk_us * us)
+
+    def direct_us(self, total_bytes: float, ranks: int) -> float | None:
+        """The fastest single-kernel all-reduce, or None where there is none."""
+        gbps = self.direct_pair_gbps if ranks == 2 else self.direct_gbps
+        if not gbps or total_bytes > _DIRECT_MAX_BYTES:
+            return None
+        once = self.first_us + (ranks - 1) * total_bytes / (gbps * 1e3)
+        twice = self.first_us + self.further_us + 2 * (ranks - 1) / ranks * total_bytes / (gbps * 1e3)
+        return min(once, twice)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,37 +93,29 @@ class Collectives:
 
     def all_gather_us(self, total_bytes: float, ranks: int) -> float:
         """Microseconds until every rank holds the `total_bytes` that the ranks contribute together."""
-        if ranks == 1:
-            return 0.0
-        if ranks > self.gpus_per_node:
-            return self._across(ranks - 1, total_bytes, ranks)
-        return self.intra.us(ranks - 1, total_bytes * (ranks - 1) / ranks, ranks)
+        return self._ring(ranks - 1, total_bytes, ranks)
 
     def reduce_scatter_us(self, total_bytes: float, ranks: int) -> float:
         """Microseconds to sum `total_bytes` of every rank and leave each with its share."""
-        return self.all_gather_us(total_bytes, ranks)
+        return self._ring(ranks - 1, total_bytes, ranks)
 
     def all_reduce_us(self, total_bytes: float, ranks: int) -> float:
         """Microseconds to sum `total_bytes` of every rank on every rank."""
+        direct = self.intra.direct_us(total_bytes, ranks) if 1 < ranks <= self.gpus_per_node else None
+        return direct if direct is not None else self._ring(2 * (ranks - 1), 2 * total_bytes, ranks)
+
+    def _ring(self, steps: int, total_bytes: float, ranks: int) -> float:
+        """A ring in which (ranks - 1) / ranks of `total_bytes` pass each rank."""
         if ranks == 1:
             return 0.0
-        if ranks > self.gpus_per_node:
-            return self._across(2 * (ranks - 1), 2 * total_bytes, ranks)
-        share = (ranks - 1) / ranks
-        ways = [self.intra.us(2 * (ranks - 1), 2 * share * total_bytes, ranks)]
-        if self.intra.direct:
-            ways.append(self.intra.us(1, (ranks - 1) * total_bytes, ranks))
-            ways.append(self.intra.us(2, 2 * share * total_bytes, ranks))
-        return min(ways)
-
-    def _across(self, steps: int, total_bytes: float, ranks: int) -> float:
-        """Several nodes: latency of the slower tier, volume of the slower one."""
+        moved = total_bytes * (ranks - 1) / ranks
+        if ranks <= self.gpus_per_node:
+            return self.intra.ring_us(steps, moved, ranks)
         if self.inter is None:
             raise ConfigError(f"{ranks} ranks span nodes of {self.gpus_per_node}, but no inter-node link is given")
         nodes = -(-ranks // self.gpus_per_node)
-        inside = self.intra.us(1, total_bytes * (ranks - 1) / ranks, ranks) - self.intra.first_us
-        between = self.inter.us(steps, total_bytes * (nodes - 1) / nodes / self.gpus_per_node, ranks)
-        return between + max(0.0, inside - (between - self.inter.us(steps, 0.0, ranks)))
+        between = self.inter.flow_us(total_bytes * (nodes - 1) / nodes / self.gpus_per_node, ranks)
+        return self.inter.ring_us(steps, 0.0, ranks) + max(between, self.intra.flow_us(moved, ranks))
 
 
 def from_hardware(hardware: Hardware) -> Collectives:
@@ -108,18 +126,20 @@ def from_hardware(hardware: Hardware) -> Collectives:
 
 
 def _tier(link: Link) -> Tier:
-    switched = link.bandwidth_gbps >= _SWITCHED_GBPS
-    pair, ring = (_SHARE_SWITCHED, _SHARE_SWITCHED) if switched else (_SHARE_PAIR, _SHARE_RING)
+    peak, latency = link.bandwidth_gbps, link.latency_us
+    switched = peak >= _SWITCHED_GBPS
     return Tier(
-        pair_gbps=pair * link.bandwidth_gbps,
-        ring_gbps=ring * link.bandwidth_gbps,
-        first_us=link.latency_us,
-        further_us=_FURTHER_STEP * link.latency_us,
-        direct=switched,
+        pair_gbps=peak * (_SWITCHED_RING if switched else _PAIR),
+        ring_gbps=peak * (_SWITCHED_RING if switched else _BUS_RING),
+        direct_pair_gbps=peak * (_SWITCHED_DIRECT if switched else _PAIR),
+        direct_gbps=peak * _SWITCHED_DIRECT if switched else 0.0,
+        first_us=latency,
+        further_us=_FURTHER_STEP * latency,
+        chunk_us=latency,
     )
 
 
 def from_fitted_link(link: LinkLike) -> Collectives:
     """Collectives over a cluster file's own link numbers, taken as achieved: rings, every step at full latency."""
-    tier = Tier(link.bandwidth_gbps, link.bandwidth_gbps, link.latency_us, link.latency_us, direct=False)
-    return Collectives(tier, None, gpus_per_node=1 << 30)
+    gbps, latency = link.bandwidth_gbps, link.latency_us
+    return Collectives(Tier(gbps, gbps, 0.0, 0.0, latency, latency, 0.0), None, gpus_per_node=1 << 30)

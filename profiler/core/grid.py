@@ -26,16 +26,6 @@ from profiler.core.errors import CoverageError
 # Rows (queries) and columns (keys) of the smallest tensor-core product, m16n8k16, in tokens.
 TILE_TOKENS = 16
 
-# The option of `python -m profiler profile` that extends each axis.
-_EXTENDS = {
-    "tokens": "--max-num-batched-tokens",
-    "prefill_chunk_tokens": "--max-num-batched-tokens",
-    "prefill_context_tokens": "--max-model-len",
-    "decode_kv_tokens": "--max-model-len",
-    "sequences": "--max-num-seqs",
-    "decode_requests": "--max-num-seqs",
-}
-
 Slide = Callable[[float, float, float], float]
 
 
@@ -67,11 +57,18 @@ def number(value: float) -> str:
 
 
 def _options(point: Sequence[tuple[str, float]]) -> str:
-    needed: dict[str, int] = {}
-    for name, value in point:
-        if name in _EXTENDS:
-            needed[_EXTENDS[name]] = needed.get(_EXTENDS[name], 0) + math.ceil(value)
-    return "".join(f" {option} {value}" for option, value in needed.items())
+    """The limits of `python -m profiler profile` that the point needs."""
+    at = dict(point)
+    chunk, end = (
+        at.get("prefill_chunk_tokens", 0),
+        at.get("prefill_chunk_tokens", 0) + at.get("prefill_context_tokens", 0),
+    )
+    needed = {
+        "--max-num-batched-tokens": max(at.get("tokens", 0), chunk),
+        "--max-num-seqs": max(at.get("sequences", 0), at.get("decode_requests", 0)),
+        "--max-model-len": max(end, at.get("decode_kv_tokens", 0)),
+    }
+    return "".join(f" {option} {math.ceil(value)}" for option, value in needed.items() if value)
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,7 +95,7 @@ def test_ragged_prefill_is_read_at_equal_end() -> None:
     # 700 + 3,300 ends within 4,096, but the row of 1,024 tokens stops at a context of 3,072.
     assert grid.at(700, 3300) == pytest.approx(cost(700, 3300), rel=0.01)
     assert grid.covers(700, 3300) and not grid.covers(700, 3500)
-    with pytest.raises(CoverageError, match=r"--max-num-batched-tokens 700 --max-model-len 3500$"):
+    with pytest.raises(CoverageError, match=r"--max-num-batched-tokens 700 --max-model-len 4200$"):
         grid.at(700, 3500)
 
 
