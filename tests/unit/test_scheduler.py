@@ -134,6 +134,16 @@ def test_a_preempted_request_finds_its_own_blocks_and_keeps_its_first_hit_count(
     assert (second.prefix_hit_tokens, second.emitted_tokens) == (0, 2)
 
 
+def test_nothing_is_admitted_in_a_step_with_a_preemption_even_where_it_would_fit():
+    """The second request computed its own copy of the last block; once preempted it could share the first's."""
+    target = scheduler(num_blocks=1 + 4)
+    first, second = added(target, request(0, prompt=32, keys=(1, 2)), request(1, prompt=32, keys=(1, 2)))
+    assert step(target) == [(0, 32, 0), (1, 16, 16)]
+    assert step(target) == [(0, 1, 32)]
+    assert (first.preemptions, second.preemptions) == (0, 1)
+    assert step(target) == [(0, 1, 33), (1, 1, 32)]
+
+
 def test_impossible_requests_are_known_before_they_run():
     target = scheduler(num_blocks=1 + 4, max_model_len_tokens=100)
     assert target.can_ever_run(request(prompt=60, output=5)), "the last token is never cached: 64 tokens, 4 blocks"
