@@ -154,7 +154,8 @@ def read_runs(paths: Iterable[Path]) -> list[Run]:
             data = path.read_bytes()
         except OSError as error:
             raise ConfigError(f"{path}: {error.strerror}") from None
-        found = _parse(path, "".join(_whole_members(data)[0]))
+        text = "".join(_whole_members(data)[0])
+        found = _parse(path, text) if text else []
         if not found:
             raise ConfigError(f"{path}: holds no samples (a file written by --save-samples is needed)")
         runs += found

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from profiler.core.errors import unknown
+from profiler.core.errors import AcquisitionError, unknown
 from profiler.core.shots import Fill, MoeBatch, Regime, Shot
 from profiler.core.types import Category, ModelSpec
 
@@ -170,7 +170,7 @@ def create_engine(name: str, options: EngineOptions) -> Engine:
 
 
 def find_binding(info: EngineInfo) -> Binding:
-    """The binding whose `matches` accepts what ran. Raises ConfigError naming the bindings when none does."""
+    """The binding whose `matches` accepts what ran. Raises AcquisitionError naming the bindings when none does."""
     package = importlib.import_module(f"{_PACKAGE}.bindings")
     names = sorted(m.name for m in pkgutil.iter_modules(package.__path__))
     for name in names:
@@ -178,4 +178,8 @@ def find_binding(info: EngineInfo) -> Binding:
         if binding.matches(info):
             found: Binding = binding
             return found
-    raise unknown("binding for engine", f"{info.name} {dict(info.versions)}", names)
+    versions = ", ".join(f"{package} {version}" for package, version in info.versions.items())
+    raise AcquisitionError(
+        f"the kernels of engine {info.name} ({versions}) are bound by no module of profiler/engines/bindings; "
+        f"there are {', '.join(names)}"
+    )
