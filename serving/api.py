@@ -6,6 +6,7 @@ from pathlib import Path
 from profiler.core.errors import ConfigError
 from profiler.core.paths import default_bundle_root
 from serving.config import Cluster, Overrides, load_cluster
+from serving.content import block_keys
 from serving.core.engine import Group
 from serving.core.loop import run
 from serving.core.request import Request
@@ -14,7 +15,6 @@ from serving.deployment import Deployed, deploy
 from serving.result import Result
 from serving.routers import create_router
 from serving.traces import OnBadRow, Trace, read_trace
-from serving.traces._content import block_keys
 
 Progress = Callable[[int, int, int], None]
 

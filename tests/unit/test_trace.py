@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from profiler.core.errors import ConfigError
+from serving.content import block_keys
 from serving.traces import TraceRequest, read_trace
-from serving.traces._content import block_keys
 
 SHARED = Path(__file__).resolve().parents[2].parent / "shared"
 
