@@ -1,0 +1,151 @@
+"""KV blocks against public vLLM logs, and the budget against runs on a card.
+
+Given the available KV memory that a log prints to two digits, the logged number of blocks has to lie between the
+blocks of that figure -0.005 and +0.005 GiB. Sources: docs/guide/kv-shapes.md.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from profiler.core.hardware import load_hardware
+from profiler.core.registry import load_model
+from profiler.core.stack import shrunk_layers
+from profiler.core.types import ModelSpec, Parallel
+from serving.capacity import Budget, memory_budget
+
+GLM51 = "zai-org/GLM-5-FP8"
+GLM52, M3, V32 = "zai-org/GLM-5.2", "MiniMaxAI/MiniMax-M3", "deepseek-ai/DeepSeek-V3.2-Exp"
+
+
+def with_kv(model: str | ModelSpec, gpu: str, split: Parallel, gib: float, **options: Any) -> Budget:
+    spec = load_model(model) if isinstance(model, str) else model
+    return memory_budget(spec, load_hardware(gpu), split, available_kv_gib=gib, **options)
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu", "split", "options", "gib", "tokens", "concurrency"),
+    [
+        (GLM52, "GB200", Parallel(tp=4, ep=4), {"kv_dtype": "fp8", "max_model_len": 819_200}, 50.62, 1_139_456, 1.39),
+        (GLM51, "H200", Parallel(tp=8), {"max_model_len": 202_752}, 34.86, 373_696, 1.84),
+        (GLM51, "H200", Parallel(tp=8), {"max_model_len": 202_752}, 32.11, 344_192, 1.70),
+        (GLM52, "H200", Parallel(tp=4), {"kv_dtype": "bf16", "max_model_len": 131_072}, 14.97, 173_568, None),
+        # A fork that lets eight and four ranks share a sequence: tokens are multiplied by dcp.
+        (
+            GLM51,
+            "RTXPRO6000",
+            Parallel(tp=4),
+            {"dcp": 4, "mtp_layers": 1, "max_model_len": 202_752},
+            7.58,
+            523_008,
+            2.58,
+        ),
+        (
+            "zai-org/GLM-5",
+            "RTXPRO6000",
+            Parallel(tp=16),
+            {"dcp": 8, "max_model_len": 202_752},
+            1.49,
+            208_384,
+            1.03,
+        ),
+        # Kimi-K2-Thinking has the cache of DeepSeek-V3.
+        ("deepseek-ai/DeepSeek-V3", "H200", Parallel(tp=8), {"max_model_len": 163_840}, 46.80, 715_072, None),
+    ],
+)
+def test_logged_tokens(
+    model: str, gpu: str, split: Parallel, options: dict[str, Any], gib: float, tokens: int, concurrency: float | None
+) -> None:
+    low, high = (with_kv(model, gpu, split, gib + rounding, **options) for rounding in (-0.005, 0.005))
+    blocks, rest = divmod(tokens, low.layout.tokens_per_block)
+    assert rest == 0
+    assert low.num_gpu_blocks <= blocks <= high.num_gpu_blocks
+    if concurrency is not None:
+        assert tokens / options["max_model_len"] == pytest.approx(concurrency, abs=0.005)
+        assert round(low.max_concurrency, 1) <= concurrency + 0.05 and concurrency - 0.05 <= round(
+            high.max_concurrency, 1
+        )
+
+
+def test_printed_tokens_are_concurrency_times_length() -> None:
+    """vLLM issue 51041: the engine prints int(max_concurrency x max_model_len), so a log can show 208,383."""
+    budget = with_kv("zai-org/GLM-5", "RTXPRO6000", Parallel(tp=16), 1.4935, dcp=8, max_model_len=202_752)
+    assert budget.num_gpu_blocks == 407
+    assert abs(int(budget.max_concurrency * 202_752) - 208_383) <= 1
+
+
+def test_blocks_of_m3_on_a_card() -> None:
+    """4 layers on one H200 with vLLM 0.26: 61.91 GiB available, 61,473 blocks of 128."""
+    spec = load_model(M3)
+    short = replace(spec, layers=spec.layers[: shrunk_layers(spec)])
+    low, high = (with_kv(short, "H200", Parallel(), 61.91 + r, max_model_len=131_072) for r in (-0.005, 0.005))
+    assert low.layout.bytes_per_token == 4 * 2048 + 256
+    assert low.num_gpu_blocks <= 61_473 <= high.num_gpu_blocks
+
+
+def test_pages_of_native_v3_2_on_a_card() -> None:
+    """4 layers with fp8 KV: pages of 41,984 B and 8,448 B."""
+    spec = load_model(V32)
+    short = replace(spec, layers=spec.layers[:4])
+    layout = with_kv(short, "H200", Parallel(), 10.0, kv_dtype="fp8", max_model_len=8192).layout
+    assert [cache.bytes_per_token_layer * 64 for cache in layout.caches] == [41_984, 8_448]
+
+
+@pytest.mark.parametrize(
+    ("options", "gib", "length", "needed", "largest"),
+    [
+        # GLM-5.2 with MTP and bf16 KV was refused at 131,072; the engine estimated 115,328 (public log 67212217832).
+        ({"kv_dtype": "bf16", "mtp_layers": 1}, 10.09, 131_072, 11.46, 115_328),
+        # GLM-5.2-FP8 shapes at 1M tokens (vLLM recipes PR 893).
+        ({"kv_dtype": "fp8"}, 25.94, 1_048_576, 52.68, 516_352),
+    ],
+)
+def test_refused_starts(options: dict[str, Any], gib: float, length: int, needed: float, largest: int) -> None:
+    budget = with_kv("zai-org/GLM-5.2-FP8", "H200", Parallel(tp=8), gib, max_model_len=length, **options)
+    assert not budget.fits
+    assert budget.needed_kv_gib == pytest.approx(needed, abs=0.01)
+    low, high = (
+        with_kv("zai-org/GLM-5.2-FP8", "H200", Parallel(tp=8), gib + r, max_model_len=length, **options)
+        for r in (-0.005, 0.005)
+    )
+    assert low.largest_max_model_len <= largest <= high.largest_max_model_len
+
+
+def test_every_term_of_a_run_on_a_card() -> None:
+    """6-layer V3.2 on one H200, vLLM 0.26, utilisation 0.9, max_model_len 131,072, 8,192 tokens per step."""
+    spec = load_model(V32)
+    budget = memory_budget(
+        replace(spec, layers=spec.layers[:6]),
+        load_hardware("H200"),
+        Parallel(),
+        max_model_len=131_072,
+        max_num_batched_tokens=8192,
+        non_torch_gib=0.23,
+        cuda_graph_gib=1.06,
+    )
+    activation = sum(t.gib for t in budget.terms if t.name not in ("weights", "non_torch", "cuda_graphs"))
+    assert budget.total_gib * budget.utilization == pytest.approx(125.83, abs=0.005)
+    assert budget.gib("weights") == pytest.approx(37.7, rel=0.01)
+    assert activation == pytest.approx(6.69, rel=0.1)
+    assert budget.kv_available_gib == pytest.approx(80.16, rel=0.01)
+
+
+def test_activation_of_the_logged_full_budget() -> None:
+    """GLM-5.2 TP4 EP4 at 819,200 tokens: 6.31 GiB of activations, 4.99 of graphs, 0.95 outside torch."""
+    spec, gpu = load_model(GLM52), load_hardware("GB200")
+    budget = memory_budget(
+        spec, gpu, Parallel(tp=4, ep=4), max_model_len=819_200, kv_dtype="fp8", max_num_batched_tokens=8192
+    )
+    activation = sum(t.gib for t in budget.terms if t.name not in ("weights", "non_torch", "cuda_graphs"))
+    assert budget.gib("index_workspace") == pytest.approx(4.03, abs=0.005)
+    assert budget.gib("cuda_graphs") == pytest.approx(4.99, abs=0.005)
+    assert activation == pytest.approx(6.31, rel=0.2)
+    assert activation > 6.31, "the estimate errs on the safe side"
+
+
+@pytest.mark.parametrize(("length", "gib"), [(163_840, 0.81), (202_752, 1.00), (819_200, 4.03), (1_048_576, 5.16)])
+def test_indexer_workspace(length: int, gib: float) -> None:
+    """vLLM issue 55221."""
+    budget = memory_budget(load_model(GLM52), load_hardware("H200"), Parallel(tp=8), max_model_len=length)
+    assert budget.gib("index_workspace") == pytest.approx(gib, abs=0.006)
