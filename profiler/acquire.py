@@ -241,7 +241,7 @@ def publish(
         if (tp, category) not in there or table_text(there[tp, category]) != table_text(table)
     }
     if tables:
-        write_bundle(out_root, bundle_meta(runs, target.spec, acquired, binding, job.command), tables, force)
+        write_bundle(out_root, bundle_meta(runs, target.spec, acquired, binding), tables, force)
     return (folder if acquired.tables else None), acquired
 
 

@@ -216,10 +216,8 @@ def _grid(
     return grid
 
 
-def bundle_meta(
-    runs: Sequence[Run], spec: ModelSpec, acquired: Acquired, binding: Binding, command: str
-) -> dict[str, Any]:
-    """meta.yaml of a bundle, without `files`."""
+def bundle_meta(runs: Sequence[Run], spec: ModelSpec, acquired: Acquired, binding: Binding) -> dict[str, Any]:
+    """meta.yaml of a bundle, without `files`. Time and command are those of the last run that measured."""
     run, info = runs[-1], runs[-1].info
     return {
         "schema_version": SCHEMA_VERSION,
@@ -239,5 +237,5 @@ def bundle_meta(
         "shared_kernels": dict(binding.FUSED),
         "grid": dict(acquired.grid),
         "measured_at": run.started_at,
-        "command": command,
+        "command": run.command,
     }

@@ -117,7 +117,6 @@ def command(model: str, **options: Any) -> None:
 def _job(model: str, options: dict[str, Any]) -> "Job":
     from profiler.acquire import Job
 
-    arguments = " ".join(argument for argument in sys.argv[1:])
     return Job(
         model=model,
         hardware=options["hardware"],
@@ -133,8 +132,22 @@ def _job(model: str, options: dict[str, Any]) -> "Job":
         max_num_seqs=options["max_num_seqs"],
         warmup=options["warmup"],
         repeats=options["repeats"],
-        command=f"python -m profiler {arguments}",
+        command=_repeatable(model, options),
     )
+
+
+def _repeatable(model: str, options: dict[str, Any]) -> str:
+    """The command that measures the same again: every option that a cell depends on, and no path of this machine."""
+    parts = [f"python -m profiler profile {model}"]
+    for name in (
+        *("hardware", "tp", "ep", "engine", "grid", "categories", "kv_cache_dtype", "block_size", "max_model_len"),
+        *("max_num_batched_tokens", "max_num_seqs", "warmup", "repeats"),
+    ):
+        value = options[name]
+        if value is not None:
+            text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+            parts.append(f"--{name.replace('_', '-')} {text}")
+    return " ".join(parts)
 
 
 def _measure(

@@ -73,10 +73,15 @@ def test_a_model_is_measured_and_its_bundle_read_back(
     assert (meta["hardware"], meta["engine"]["name"], meta["weights"]) == ("CPU", "reference", "bf16")
     assert meta["gpu"]["name"] == "CPU" and meta["gpu"]["cores"] == os.cpu_count()
 
+    assert meta["command"] == (
+        f"python -m profiler profile {SMALL} --hardware CPU --ep 1,4 --engine auto --grid tiny --kv-cache-dtype auto "
+        "--max-num-batched-tokens 8192 --max-num-seqs 256 --warmup 0 --repeats 2"
+    )
+
     # The samples alone give the same tables again, without measuring.
     profile(*small[:-1], str(tmp_path / "again"), "--from-samples", str(samples))
     again = read_bundle(tmp_path / "again" / "CPU" / SMALL / "bf16")
-    assert [f["sha256"] for f in again.meta["files"].values()] == [f["sha256"] for f in meta["files"].values()]
+    assert again.meta == meta
 
 
 def test_the_recorded_layout_is_the_one_that_serving_sizes(small: list[str], tmp_path: Path) -> None:
