@@ -7,10 +7,16 @@ from profiler.core.types import Category
 from profiler.kernels._axes import Limits
 
 
-def prefill_cells(limits: Limits, longest: int) -> Iterator[tuple[int, int]]:
-    """(chunk, context) pairs whose total is at most `longest` tokens."""
+def prefill_cells(limits: Limits, longest: int, to_the_end: bool = False) -> Iterator[tuple[int, int]]:
+    """(chunk, context) pairs whose total is at most `longest` tokens.
+
+    to_the_end: every chunk also has the context with which it ends at `longest`, whatever the grid.
+    """
     for chunk in limits.up_to(limits.axes.chunk_tokens, min(limits.max_num_batched_tokens, longest)):
-        for context in limits.up_to(limits.axes.context_tokens, longest - chunk):
+        contexts = limits.up_to(limits.axes.context_tokens, longest - chunk)
+        if to_the_end and longest - chunk not in contexts:
+            contexts.append(longest - chunk)
+        for context in contexts:
             yield chunk, context
 
 

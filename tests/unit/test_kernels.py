@@ -90,6 +90,10 @@ def test_prefill_regimes_have_cells_on_both_sides_of_the_top_k() -> None:
     short = attention.shots(spec, limits())
     assert {shot.regime for shot in short} == {"dense"}
     assert max(shot.kv_tokens for shot in short) == 2_048
+    ends = {chunk: max(s.kv_tokens for s in short if s.new_tokens == chunk) for chunk in (1, 512, 1536, 2048)}
+    assert set(ends.values()) == {2_048}
+    tiny = attention.shots(spec, limits(grid="tiny"))
+    assert [max(s.kv_tokens for s in tiny if s.new_tokens == chunk) for chunk in (16, 64)] == [2_048, 2_048]
     sparse = [shot for shot in sparse_attention.shots(spec, limits()) if not shot.fills[0].key[2]]
     assert {shot.regime for shot in sparse} == {"sparse"}
     assert min(shot.kv_tokens for shot in sparse) < 2_048 < max(shot.kv_tokens for shot in sparse)
