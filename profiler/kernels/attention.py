@@ -38,7 +38,8 @@ def shots(spec: ModelSpec, limits: Limits) -> list[Shot]:
         found += [prefill_shot(CATEGORY, always, chunk, context, "auto") for chunk, context in cells]
         found += [decode_shot(CATEGORY, always, requests, kv) for requests, kv in decode_cells(limits)]
     if short and spec.indexer is not None:
-        cells = prefill_cells(limits, min(limits.longest, spec.indexer.attended_cap_tokens))
+        # The regime ends at the top-k, so its table does too: no row beyond it would be of this kernel.
+        cells = prefill_cells(limits, min(limits.longest, spec.indexer.attended_cap_tokens), to_the_end=True)
         found += [prefill_shot(CATEGORY, short, chunk, context, "dense") for chunk, context in cells]
     return found
 
