@@ -4,4 +4,5 @@ SUMMARIES = {
     "compare": "Compare a simulated run with a recorded one, request by request.",
     "plan": "What fits where: weights, KV cache and placements.",
     "replay": "Replay a trace on a cluster (the default command).",
+    "retime": "Give a trace the queueing times of a recorded run as arrivals.",
 }
