@@ -47,9 +47,9 @@ def choose_engine(engine: str, hardware: str) -> str:
 
 def check_card(hardware: str) -> None:
     """Refuses, with AcquisitionError naming both, a device that is not the canonical `hardware`."""
-    device = cuda_device_name()
     if hardware == CPU:
         return
+    device = cuda_device_name()
     if device is None:
         raise AcquisitionError(f"--hardware {hardware}: no CUDA device is visible here, this machine would measure CPU")
     try:
