@@ -186,15 +186,14 @@ def _check_contract(bundle: Bundle, spec: ModelSpec, kv: KvLayout | None) -> Non
         raise ContractError(
             f"{bundle.path}: measured with KV blocks of {stored['block_tokens']} tokens, the run has {kv.block_tokens}"
         )
-    measured = {cache["name"]: cache["bytes_per_token_layer"] for cache in stored["caches"]}
-    for cache in kv.caches:
-        # A cache that tensor parallelism divides has other bytes on every tp; the layout says the rest.
-        known = measured.get(cache.name)
-        if known is not None and not cache.tp_sharded and known != cache.bytes_per_token_layer:
-            raise ContractError(
-                f"{bundle.path}: measured with {known} bytes of {cache.name} per token and layer, "
-                f"the run has {cache.bytes_per_token_layer}"
-            )
+    if not stored["caches"] or any(cache.tp_sharded for cache in kv.caches):
+        return  # a cache that tensor parallelism divides has other bytes at every tp; the layout says the rest
+    measured = sorted(cache["bytes_per_token_layer"] for cache in stored["caches"])
+    wanted = sorted(cache.bytes_per_token_layer for cache in kv.caches)
+    if measured != wanted:
+        raise ContractError(
+            f"{bundle.path}: measured with caches of {measured} bytes per token and layer, the run has {wanted}"
+        )
 
 
 def _check_split(spec: ModelSpec, parallel: Parallel) -> None:

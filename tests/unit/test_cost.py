@@ -270,8 +270,8 @@ def test_bundle_on_another_kv_layout_is_refused(bundle: Bundle, tmp_path: Path) 
         cost(bundle, kv=kv_layout(SPEC, DP8, "sm90", "fp8"))
     with pytest.raises(ContractError, match="blocks of 64 tokens, the run has 128"):
         cost(bundle, kv=replace(bf16, block_tokens=128))
-    kv = {**priced.meta()["kv"], "caches": [{"name": "index_keys", "bytes_per_token_layer": 256}]}  # type: ignore[dict-item]
-    with pytest.raises(ContractError, match=r"256 bytes of index_keys.*132"):
+    kv = {**priced.meta()["kv"], "caches": [{"name": "mla", "bytes_per_token_layer": 1152}]}  # type: ignore[dict-item]
+    with pytest.raises(ContractError, match=r"caches of \[1152\] bytes .* the run has \[132, 1152\]"):
         cost(priced.bundle(tmp_path, kv=kv), kv=bf16)
 
 
