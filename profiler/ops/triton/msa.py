@@ -276,7 +276,7 @@ def attend_blocks(
     tile: int | None = None,
     splits: int | None = None,
     warps: int = 4,
-    stages: int = 2,
+    stages: int = 3,
 ) -> torch.Tensor:
     """Attention over picked blocks (T, H, D); see `profiler.ops.msa.msa_attend`. block_tokens is a power of two >= 16.
 
@@ -293,10 +293,10 @@ def attend_blocks(
         return out.zero_()
     compute, precision = _compute_type(q, k, v)
     per_group = heads // groups
-    tile = tile or min(block_tokens, 64 if compute == tl.float32 else 128)
+    tile = tile or min(block_tokens, 64)
     if splits is None:
         splits = max(1, min(picks, _TARGET_PROGRAMS // (rows * groups)))
-    # A share that does not divide the picks may leave the last splits empty; they would merge as zeros.
+    # A share that does not divide the picks may leave the last splits empty; they merge as zeros.
     parts, tops, totals = out, out, out
     if splits > 1:
         parts = torch.empty(rows, splits, heads, dim, dtype=torch.float32, device=q.device)
