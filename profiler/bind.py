@@ -80,7 +80,8 @@ def bind(
     A component's time in one repeat is the sum over its kernels, divided by its calls in the pass; an expert shot and
     an engine that runs components alone count one call. Components of `binding.FUSED` share their carrier's time in
     equal parts, so sums over a pass stay exact. A shot that failed, or in which an expected component is missing in
-    some repeat, gives no rows of that category and a line in `problems`.
+    some repeat, gives no rows of that category and a line in `problems`. Dense cells that the engine never runs dense
+    are left out.
     """
     calls = calls_per_pass(spec, info)
     _check_fused(binding.FUSED, calls)
@@ -95,6 +96,8 @@ def bind(
             for category in dict.fromkeys(fill.category for fill in shot.fills):
                 problems[category].append(f"{shot.label}: {result.failure}")
             continue
+        if never_dense(shot, info):
+            continue
         times, unbound = _sum_by_component(result.samples, shot, match)
         bound_share = min(bound_share, 1.0 - _note_unbound(result.samples, unbound, worst))
         alone = shot.moe is not None or not info.whole_forward
@@ -107,6 +110,31 @@ def bind(
                 rows += measured
     found = tuple(sorted(worst.values(), key=lambda u: (-u.share, u.module, u.kernel)))
     return Bound(tuple(rows), {c: tuple(p) for c, p in problems.items()}, found, bound_share)
+
+
+def decode_threshold_tokens(info: EngineInfo) -> int:
+    """Longest chunk that the engine's main attention runs as a decode; 0 when it has no such rule."""
+    return int(info.settings.get("mla_decode_threshold_tokens") or 0)
+
+
+def never_dense(shot: Shot, info: EngineInfo) -> bool:
+    """Whether a shot asks for the dense kernel with a chunk that this engine runs as a decode: not a cell here."""
+    longest = max((new for new, _ in shot.requests), default=0)
+    return shot.regime == "dense" and longest <= decode_threshold_tokens(info)
+
+
+def selection_in_dense_prefill(
+    results: Iterable[ShotResult], shots: Sequence[Shot], spec: ModelSpec, info: EngineInfo, binding: Binding
+) -> bool:
+    """Whether the engine selects in passes whose prefills all attend every key, as kernels of such passes show."""
+    match = _matcher(binding.rules(spec))
+    for result in results:
+        shot = shots[result.shot_index]
+        if shot.regime == "dense" and not never_dense(shot, info):
+            times, _ = _sum_by_component(result.samples, shot, match)
+            if any(category == "indexer" for category, _, _ in times):
+                return True
+    return False
 
 
 def _check_fused(fused: Mapping[str, str], calls: Counter[Name]) -> None:

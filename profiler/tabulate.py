@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from profiler.bind import Bound, Row, Unbound, bind
+from profiler.bind import Bound, Row, Unbound, bind, decode_threshold_tokens, selection_in_dense_prefill
 from profiler.card import CPU
 from profiler.core.bundle import SCHEMA_VERSION, Table, make_table
 from profiler.core.errors import AcquisitionError, ConfigError
@@ -86,6 +86,11 @@ def tabulate(runs: Sequence[Run], spec: ModelSpec, binding: Binding, categories:
     }
     reasons = {category: tuple(lines) for category, lines in refused.items() if lines and category in wanted}
     grid = _grid(runs, tables, bound, reasons)
+    if "attention" in tables and any(shot.regime == "dense" for shot in shots):
+        grid[f"tp{runs[-1].tp}/attention"]["dense_prefill"] = {
+            "longer_than_tokens": decode_threshold_tokens(info),
+            "selects": selection_in_dense_prefill(results.values(), shots, spec, info, binding),
+        }
     return Acquired(runs[-1].tp, tables, reasons, bound.unbound, bound.bound_share, grid)
 
 

@@ -1,4 +1,4 @@
-"""The one exception tree. Every error a user can cause carries its documented exit code (docs/reference/exit-codes.md)."""
+"""The one exception tree. Every error that a user can cause carries its exit code (docs/reference/exit-codes.md)."""
 
 from collections.abc import Iterable
 from difflib import get_close_matches

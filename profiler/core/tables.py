@@ -19,17 +19,17 @@ KEY_COLUMNS: Final[dict[Category, tuple[str, ...]]] = {
     # prefill_chunk_tokens new tokens behind prefill_context_tokens cached ones. Pure decode rows have
     # prefill_chunk_tokens = 0: decode_requests requests of decode_query_tokens new tokens each, decode_kv_tokens keys
     # visible to the last of them. Measured mixed rows fill both.
-    **{
-        category: (
+    **dict.fromkeys(
+        ("attention", "indexer", "sparse_attention"),
+        (
             "kernel",
             "prefill_chunk_tokens",
             "prefill_context_tokens",
             "decode_requests",
             "decode_kv_tokens",
             "decode_query_tokens",
-        )
-        for category in ("attention", "indexer", "sparse_attention")
-    },
+        ),
+    ),
     # ep: expert-parallel degree whose slice of experts was measured; tokens: tokens given to the rank's expert kernel
     # (all tokens of the group under an all-gather back end); activated_experts: distinct local experts they reach;
     # local_pairs: (token, expert) pairs computed on the rank.

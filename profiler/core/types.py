@@ -155,9 +155,10 @@ Category = Literal["dense", "per_sequence", "attention", "indexer", "sparse_atte
 class Component:
     """One priced part of a forward pass: a row family `name` of the table `category`.
 
-    when: "always"; "prefill_dense" only in steps whose prefill requests all attend every key (at or below top-k);
-    "prefill_sparse" only in steps with a longer prefill; "decode" only for decode requests. It selects among
-    kernels that replace each other, so that one kernel's table is never used for another.
+    when: "always"; "prefill_dense" only for prefill requests of steps in which all of them attend every key (at or
+    below top-k); "prefill_sparse" for every row that does not take that path, decode rows too; "decode" only for
+    decode requests. It selects among kernels that replace each other, so that one kernel's table is never used for
+    another.
     """
 
     category: Category

@@ -1,4 +1,4 @@
-"""Units. Capacities are binary (GiB), bandwidths decimal (GB/s); tables are microseconds, the simulator's clock nanoseconds."""
+"""Units. Capacities are binary (GiB), bandwidths decimal (GB/s); tables are microseconds, the clock nanoseconds."""
 
 KIB = 1 << 10
 MIB = 1 << 20

@@ -328,7 +328,7 @@ def _cache_facts(caches: Mapping[str, Any], block_tokens: int) -> list[dict[str,
     """One entry per distinct cache: its bytes per token and layer, measured on the allocated tensors."""
     seen: dict[str, int] = {}
     for name, cache in caches.items():
-        role = "indexer" if "indexer" in name or "k_cache" in name else "mla"
+        role = "index_keys" if "indexer" in name or "k_cache" in name else "mla_latent"
         seen[role] = cache.numel() * cache.dtype.itemsize // (cache.shape[0] * block_tokens)
     return [{"name": role, "bytes_per_token_layer": size} for role, size in sorted(seen.items())]
 

@@ -24,8 +24,6 @@ MLA = dense(
     "kv_a_norm",
     "rotary",
     "kv_cache_write",
-    "absorb_q",
-    "absorb_v",
     "o_proj",
     "post_attention_norm",
 )

@@ -8,12 +8,13 @@ from profiler.core.errors import ConfigError
 from profiler.core.stack import text_config
 from profiler.core.types import Component, LayerKind, ModelSpec, SelectionBranch
 from profiler.families._deepseek import HEAD, MLA, PROLOGUE, mlp_components, read_mla_model
-from profiler.families._fields import Fields
+from profiler.families._fields import Fields, dense
 
 MODEL_TYPES = ("deepseek_v3",)
 ARCHITECTURES = ("DeepseekV3ForCausalLM",)
 
-ATTEND = (Component("attention", "mla"),)
+# Queries and outputs pass through the latent space around the attention kernel.
+ATTEND = (*dense("absorb_q", "absorb_v"), Component("attention", "mla"))
 
 
 def read(name: str, config: Mapping[str, Any]) -> ModelSpec:

@@ -16,6 +16,9 @@ MODEL_TYPES = ("deepseek_v32", "glm_moe_dsa")
 ARCHITECTURES = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
 
 ATTEND = (
+    # Dense prefill works on expanded keys and values, so only the sparse path passes through the latent space.
+    Component("dense", "absorb_q", when="prefill_sparse"),
+    Component("dense", "absorb_v", when="prefill_sparse"),
     Component("sparse_attention", "sparse_mla"),
     Component("attention", "mla_dense_prefill", when="prefill_dense"),
 )

@@ -91,7 +91,8 @@ def _elements(spec: ModelSpec, name: str) -> int | None:
         counts["kv_cache_write"] = 2 * spec.mla.latent_dim
         if spec.indexer is not None:
             counts["indexer_k_norm"] = 2 * spec.indexer.head_dim
-            counts["indexer_rotary"] = 2 * (spec.indexer.num_heads + 1) * spec.mla.qk_rope_head_dim
+            # The key alone: engines fuse the rotation of the index queries into their quantisation.
+            counts["indexer_rotary"] = 2 * spec.mla.qk_rope_head_dim
             counts["indexer_quant"] = spec.indexer.num_heads * spec.indexer.head_dim
             counts["indexer_cache_write"] = spec.indexer.head_dim
     if spec.gqa is not None:

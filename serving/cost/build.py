@@ -16,7 +16,7 @@ from serving.cost.communication import Communication, group_lines
 from serving.cost.experts import Experts, expert_lines
 from serving.cost.kernels import Kernel, PrefillWhen
 from serving.cost.skew import make_skew
-from serving.cost.step import TableCost
+from serving.cost.step import DensePrefill, TableCost
 from serving.cost.tokens import Folded, curve_lines
 
 # Architectures whose sparse MLA back ends have no dense prefill kernel (vLLM 0.31, FlashInfer for SM120).
@@ -56,7 +56,10 @@ def build_cost(
             raise ConfigError("more than one GPU needs a hardware file or link numbers in the cluster file")
         collectives = from_hardware(hardware)
     provenance = str(bundle.meta["provenance"])
-    dense = build.curves("dense", counts)
+    every_token = {one: count for one, count in counts.items() if one.when != "prefill_sparse"}
+    sparse_tokens = {one: count for one, count in counts.items() if one.when == "prefill_sparse"}
+    dense = build.curves("dense", every_token)
+    sparse = curve_lines(build.curves("dense", sparse_tokens), provenance)
     sequences = build.curves("per_sequence", counts)
     experts = build.experts(counts)
     kernels = build.kernels(counts)
@@ -68,10 +71,11 @@ def build_cost(
     by_tokens, by_sequences, by_group = (Folded(group_lines(*part), build.outside) for part in parts)
     cost = TableCost(
         by_tokens=by_tokens,
+        by_sparse_tokens=Folded(sparse, build.outside),
         by_sequences=by_sequences,
         by_group_tokens=by_group,
         kernels=kernels,
-        dense_prefill_tokens=_dense_prefill_tokens(spec, kernels, hardware, bundle),
+        dense_prefill=_dense_prefill(spec, parallel.tp, kernels, hardware, bundle),
         capture_sizes=tuple(sorted(capture_sizes)),
         overhead_us=overhead_us,
         outside=tuple(build.outside),
@@ -156,14 +160,21 @@ def _prefill_when(one: Component) -> PrefillWhen:
     return "sparse" if one.category == "sparse_attention" or one.when == "prefill_sparse" else "always"
 
 
-def _dense_prefill_tokens(
-    spec: ModelSpec, kernels: Sequence[Kernel], hardware: Hardware | None, bundle: Bundle
-) -> int | None:
+def _dense_prefill(
+    spec: ModelSpec, tp: int, kernels: Sequence[Kernel], hardware: Hardware | None, bundle: Bundle
+) -> DensePrefill | None:
+    """The rule as the bundle's engine followed it: meta.yaml keeps what was seen beside the attention table."""
     if spec.indexer is None or not any(kernel.prefill_when == "dense" for kernel in kernels):
         return None
     if hardware is not None and hardware.architecture in _WITHOUT_DENSE_PREFILL:
         return None
-    return spec.indexer.attended_cap_tokens
+    grid = bundle.meta.get("grid") or {}
+    seen = (grid.get(f"tp{tp}/attention") or {}).get("dense_prefill") or {}
+    return DensePrefill(
+        limit_tokens=spec.indexer.attended_cap_tokens,
+        longer_than_tokens=int(seen.get("longer_than_tokens", 0)),
+        selects=bool(seen.get("selects", False)),
+    )
 
 
 def _check_contract(bundle: Bundle, spec: ModelSpec, kv: KvLayout | None) -> None:

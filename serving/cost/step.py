@@ -7,9 +7,28 @@ from dataclasses import dataclass
 from profiler.core.grid import Outside
 from serving.core.shape import StepShape
 from serving.cost.graphs import padded_tokens
-from serving.cost.kernels import Kernel, Prefill
+from serving.cost.kernels import Kernel, Prefill, PrefillWhen
 from serving.cost.lines import Line, line, nanoseconds
 from serving.cost.tokens import Folded
+
+
+@dataclass(frozen=True, slots=True)
+class DensePrefill:
+    """When an engine attends every key instead of the selected ones.
+
+    limit_tokens: a step runs its prefills dense when all of them end within it. longer_than_tokens: a chunk of at most
+    this length runs as a decode does, on the sparse path, and does not count. selects: the engine scores and selects
+    for dense prefills all the same.
+    """
+
+    limit_tokens: int
+    longer_than_tokens: int = 0
+    selects: bool = False
+
+    def rows(self, prefills: Sequence[Prefill]) -> list[Prefill]:
+        """The prefill requests of a step that run dense."""
+        long = [prefill for prefill in prefills if prefill[0] > self.longer_than_tokens]
+        return long if all(chunk + context <= self.limit_tokens for chunk, context in long) else []
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,15 +37,16 @@ class TableCost:
 
     A step takes as long as its slowest rank, plus the experts and collectives that all ranks run together, plus the
     stated host overhead. by_tokens and by_sequences price one rank, by_group_tokens the tokens of all ranks (padded as
-    they are computed). dense_prefill_tokens: the length up to which a step whose prefills all end there attends every
-    key and selects nothing (None: the engine has no such kernel, or the model no indexer).
+    they are computed), by_sparse_tokens the tokens of a rank that do not take dense prefill. dense_prefill: None where
+    the engine has no such kernel, or the model no indexer.
     """
 
     by_tokens: Folded
+    by_sparse_tokens: Folded
     by_sequences: Folded
     by_group_tokens: Folded
     kernels: tuple[Kernel, ...]
-    dense_prefill_tokens: int | None
+    dense_prefill: DensePrefill | None
     capture_sizes: tuple[int, ...]
     overhead_us: float
     outside: tuple[Outside, ...]
@@ -48,11 +68,15 @@ class TableCost:
         ranks = list(zip(shapes, tokens, strict=True))
         shape, count = max(ranks, key=lambda rank: self._rank_ns(*rank))
         lines = list(self.by_tokens.lines(count))
-        if shape is not None:
+        if shape is None:
+            lines += self.by_sparse_tokens.lines(count)
+        else:
+            dense = self._dense(shape)
+            lines += self.by_sparse_tokens.lines(count - sum(chunk for chunk, _ in dense))
             lines += self.by_sequences.lines(shape.sampled_sequences)
             lines += [
                 line(kernel.name, kernel.count, kernel.us(shape, rows), kernel.provenance)
-                for kernel, rows in self._rows(shape)
+                for kernel, rows in self._rows(shape, dense)
             ]
         lines += self.by_group_tokens.lines(sum(tokens))
         if self.overhead_us:
@@ -62,31 +86,35 @@ class TableCost:
     def _rank_ns(self, shape: StepShape | None, tokens: int) -> int:
         total = self.by_tokens.ns(tokens)
         if shape is None:
-            return total
+            return total + self.by_sparse_tokens.ns(tokens)
         total += self.by_sequences.ns(shape.sampled_sequences)
         if not shape.prefills:
             for kernel in self.kernels:
                 total += round(kernel.count * kernel.us(shape, ()) * 1e3)
-            return total
-        for kernel, rows in self._rows(shape):
+            return total + self.by_sparse_tokens.ns(tokens)
+        dense = self._dense(shape)
+        total += self.by_sparse_tokens.ns(tokens - sum(chunk for chunk, _ in dense))
+        for kernel, rows in self._rows(shape, dense):
             total += round(kernel.count * kernel.us(shape, rows) * 1e3)
         return total
 
-    def _rows(self, shape: StepShape) -> list[tuple[Kernel, Sequence[Prefill]]]:
+    def _dense(self, shape: StepShape) -> list[Prefill]:
+        return self.dense_prefill.rows(shape.prefills) if self.dense_prefill else []
+
+    def _rows(self, shape: StepShape, dense: Sequence[Prefill]) -> list[tuple[Kernel, Sequence[Prefill]]]:
         """Which kernels run, and whose prefill rows each one takes."""
-        limit = self.dense_prefill_tokens
-        dense = limit is not None and all(chunk + context <= limit for chunk, context in shape.prefills)
-        rows: list[tuple[Kernel, Sequence[Prefill]]] = []
-        for kernel in self.kernels:
-            runs = kernel.prefill_when
-            if runs == "selection":
-                # The selection of a step with decode rows is made for its prefill rows too, even if it goes unused.
-                takes = not dense or shape.decode_requests > 0
-            else:
-                takes = runs == "always" or runs == ("dense" if dense else "sparse")
-            if takes or shape.decode_requests:
-                rows.append((kernel, shape.prefills if takes else ()))
-        return rows
+        sparse = [prefill for prefill in shape.prefills if prefill not in dense] if dense else shape.prefills
+        # The selection of a step with other rows is made for its dense prefills too, even if it goes unused.
+        selects = bool(sparse) or shape.decode_requests > 0 or self.dense_prefill is None or self.dense_prefill.selects
+        takes: dict[PrefillWhen, Sequence[Prefill]] = {
+            "always": shape.prefills,
+            "dense": dense,
+            "sparse": sparse,
+            "selection": shape.prefills if selects else (),
+            "never": (),
+        }
+        rows = [(kernel, takes[kernel.prefill_when]) for kernel in self.kernels]
+        return [(kernel, prefills) for kernel, prefills in rows if prefills or shape.decode_requests]
 
 
 def step_us(lines: Sequence[Line]) -> float:

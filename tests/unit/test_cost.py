@@ -29,6 +29,7 @@ SPEC = load_model(priced.MODEL)
 H200 = load_hardware("H200")
 COUNTS = {one.name: count for one, count in fold(SPEC).components}
 DENSE = [one.name for one, _ in fold(SPEC).components if one.category == "dense"]
+ABSORBED = {"absorb_q", "absorb_v"}
 SELECTED = ("index_scores", "index_topk", "sparse_mla")
 DP8 = Parallel(dp=8, ep=8)
 
@@ -55,9 +56,11 @@ def step(prefills: list[tuple[int, int]] | None = None, keys: list[int] | None =
     )
 
 
-def rank_us(shape: StepShape) -> float:
-    """Dense and per-sequence components of a rank by the closed form."""
-    us = sum(COUNTS[name] * priced.token_us(name, shape.tokens) for name in DENSE)
+def rank_us(shape: StepShape, dense_tokens: int = 0) -> float:
+    """Dense and per-sequence components of a rank by the closed form; dense prefill skips the latent projections."""
+    us = sum(COUNTS[name] * priced.token_us(name, shape.tokens) for name in DENSE if name not in ABSORBED)
+    if sparse := shape.tokens - dense_tokens:
+        us += sum(COUNTS[name] * priced.token_us(name, sparse) for name in ABSORBED)
     return us + sum(COUNTS[name] * priced.token_us(name, shape.sampled_sequences) for name in ("lm_head", "sampler"))
 
 
@@ -102,7 +105,7 @@ def test_two_prompts_are_not_one_long_one(bundle: Bundle) -> None:
 
 def test_short_prefills_attend_every_key_and_skip_the_selection(bundle: Bundle) -> None:
     shape = step([(500, 1000), (2048, 0)])
-    expected = rank_us(shape) + group_us(2548 + 7)
+    expected = rank_us(shape, dense_tokens=2548) + group_us(2548 + 7)
     name = "mla_dense_prefill"
     own = [priced.prefill_us(name, 500, 1000), priced.prefill_us(name, 2048, 0)]
     expected += 61 * (sum(own) - 2.0 * priced.weight(name))
@@ -111,11 +114,42 @@ def test_short_prefills_attend_every_key_and_skip_the_selection(bundle: Bundle) 
 
 def test_decode_rows_bring_the_selection_back(bundle: Bundle) -> None:
     shape = step([(500, 0)], keys=[100] * 8)
-    expected = rank_us(shape) + group_us(508 + 7) + 61 * priced.prefill_us("mla_dense_prefill", 500, 0)
+    expected = rank_us(shape, dense_tokens=500) + group_us(508 + 7)
+    expected += 61 * priced.prefill_us("mla_dense_prefill", 500, 0)
     for name in ("index_scores", "index_topk"):
         expected += 61 * (priced.prefill_us(name, 500, 0) + priced.decode_us(name, 8, 100))
     expected += 61 * priced.decode_us("sparse_mla", 8, 100)
     assert us_of(cost(bundle), shape) == pytest.approx(expected, rel=1e-6)
+
+
+def dense_rule(longer_than_tokens: int, selects: bool) -> dict[str, object]:
+    rule = {"longer_than_tokens": longer_than_tokens, "selects": selects}
+    return {"grid": {"tp1/attention": {"dense_prefill": rule}}}
+
+
+def test_an_engine_that_selects_for_dense_prefills_pays_for_it(tmp_path: Path) -> None:
+    shape = step([(500, 1000)])
+    model = cost(priced.bundle(tmp_path, **dense_rule(0, True)))
+    expected = rank_us(shape, dense_tokens=500) + group_us(500 + 7)
+    for name in ("mla_dense_prefill", "index_scores", "index_topk"):
+        expected += 61 * priced.prefill_us(name, 500, 1000)
+    assert us_of(model, shape) == pytest.approx(expected, rel=1e-6)
+
+
+def test_short_chunks_run_as_decodes_do_and_do_not_end_the_dense_regime(tmp_path: Path) -> None:
+    model = cost(priced.bundle(tmp_path, **dense_rule(256, False)))
+    # 256 tokens behind 60,000 keys are a decode to the engine; 500 tokens at the start of a prompt run dense.
+    shape = step([(256, 60000), (500, 0)])
+    expected = rank_us(shape, dense_tokens=500) + group_us(756 + 7)
+    expected += 61 * priced.prefill_us("mla_dense_prefill", 500, 0)
+    expected += 61 * priced.prefill_us("sparse_mla", 256, priced.CAP)
+    for name in ("index_scores", "index_topk"):
+        both = priced.prefill_us(name, 256, 60000) + priced.prefill_us(name, 500, 0)
+        expected += 61 * (both - 2.0 * priced.weight(name))
+    assert us_of(model, shape) == pytest.approx(expected, rel=1e-6)
+    alone = step([(256, 0)])
+    names = [entry.component for entry in model.explain([alone] + [None] * 7)]
+    assert "sparse_mla" in names and "mla_dense_prefill" not in names
 
 
 def test_one_long_prefill_takes_the_whole_step_to_the_sparse_kernel(bundle: Bundle) -> None:

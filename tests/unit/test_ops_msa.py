@@ -99,7 +99,8 @@ def test_pages_of_one_block_equal_contiguous_keys() -> None:
         at, one = positions[row : row + 1], slice(row, row + 1)
         alone = msa_block_scores(index_q[one], natural[row][0], at, block_tokens=BLOCK)
         torch.testing.assert_close(scores[one], alone)
-        expected = msa_attend(q[one], *natural[row][1:], picked[one], at, 0.5, block_tokens=BLOCK)
+        own_k, own_v = natural[row][1], natural[row][2]
+        expected = msa_attend(q[one], own_k, own_v, picked[one], at, 0.5, block_tokens=BLOCK)
         torch.testing.assert_close(out[one], expected)
 
 
