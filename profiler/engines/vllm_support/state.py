@@ -74,7 +74,7 @@ def randomise_caches(caches: dict[str, Any], seed: int = SEED) -> None:
     """Fill KV caches in place: latents N(0, 1); packed index rows random fp8 keys with scales near 1/16.
 
     A uint8 cache of shape (blocks, block_tokens, 132) holds, per block, block_tokens x 128 fp8 key bytes followed by
-    block_tokens fp32 scales.
+    block_tokens fp32 scales; one of width 656 holds, per token, 512 fp8 bytes, 4 fp32 scales and 64 bf16 numbers.
     """
     import torch
 
@@ -82,8 +82,8 @@ def randomise_caches(caches: dict[str, Any], seed: int = SEED) -> None:
     for cache in caches.values():
         if cache.dtype == torch.uint8 and cache.shape[-1] == 132:
             _randomise_index_cache(cache, generator)
-        elif cache.dtype == torch.uint8:
-            cache.random_(0, 120, generator=generator)
+        elif cache.dtype == torch.uint8 and cache.shape[-1] == 656:
+            _randomise_packed_latents(cache, generator)
         else:
             for part in cache.split(4096):
                 part.normal_(generator=generator)
@@ -104,3 +104,17 @@ def _randomise_index_cache(cache: Any, generator: Any) -> None:
         scales = torch.empty((part.shape[0], block_tokens), dtype=torch.float32, device=cache.device)
         scales.uniform_(1 / 32, 1 / 8, generator=generator)
         part[:, keys:] = scales.view(torch.uint8)
+
+
+def _randomise_packed_latents(cache: Any, generator: Any) -> None:
+    import torch
+
+    rows = cache.view(-1, 656)
+    for start in range(0, rows.shape[0], 1 << 20):
+        part = rows[start : start + (1 << 20)]
+        count = part.shape[0]
+        noise = torch.empty((count, 576), dtype=torch.bfloat16, device=cache.device).normal_(generator=generator)
+        part[:, :512] = (noise[:, :512] * FP8_STD).to(torch.float8_e4m3fn).view(torch.uint8)
+        scales = torch.full((count, 4), 1 / FP8_STD, dtype=torch.float32, device=cache.device)
+        part[:, 512:528] = scales.view(torch.uint8)
+        part[:, 528:] = noise[:, 512:].contiguous().view(torch.uint8)
