@@ -1,0 +1,88 @@
+"""What ships: the README's main command on the shipped data, and every measured bundle."""
+
+import csv
+import io
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from profiler.core.bundle import read_bundle
+from profiler.core.hardware import load_hardware
+from profiler.core.kv import kv_layout
+from profiler.core.paths import data_root, default_bundle_root
+from profiler.core.registry import load_model
+from profiler.core.types import Parallel
+from serving.core.shape import StepShape
+from serving.cost import build_cost
+from serving.metrics import COLUMNS
+
+ROOT = data_root()
+BUNDLES = sorted(path.parent for path in default_bundle_root().rglob("meta.yaml"))
+
+
+def readme_command() -> list[str]:
+    """Arguments of `python -m serving` in the README's first command."""
+    block = re.search(r"<!-- run command -->\n```bash\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert block
+    return shlex.split(block[1].replace("\\\n", " ").split("-m serving", 1)[1])
+
+
+def run_readme(output: Path) -> str:
+    arguments = readme_command()
+    arguments[arguments.index("--output") + 1] = str(output)
+    done = subprocess.run(
+        [sys.executable, "-m", "serving", *arguments],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONWARNINGS": "error"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_main_command_replays_the_example_on_measured_tables(tmp_path: Path) -> None:
+    shown = run_readme(tmp_path / "run.csv")
+    rows = list(csv.DictReader(io.StringIO((tmp_path / "run.csv").read_text())))
+    trace = [json.loads(line) for line in (ROOT / "workloads" / "example_trace.jsonl").read_text().splitlines()]
+    assert tuple(rows[0]) == COLUMNS
+    assert [int(row["output_tokens"]) for row in rows] == [row["output_toks"] for row in trace]
+    assert {row["outcome"] for row in rows} == {"finished"}
+    assert {row["instance_id"] for row in rows} == {str(rank) for rank in range(8)}
+    assert "measured: H200/fp8, vllm 0.26.0" in shown
+    run_readme(tmp_path / "again.csv")
+    assert (tmp_path / "again.csv").read_bytes() == (tmp_path / "run.csv").read_bytes()
+
+
+@pytest.mark.parametrize("path", BUNDLES, ids=[str(path.relative_to(default_bundle_root())) for path in BUNDLES])
+def test_a_measured_bundle_prices_every_component_of_its_model(path: Path) -> None:
+    bundle = read_bundle(path)
+    meta = bundle.meta
+    spec, hardware = load_model(str(meta["model"])), load_hardware(str(meta["hardware"]))
+    layout = kv_layout(spec, Parallel(), hardware.architecture, str(meta["kv"]["layout"]))
+    for tp in sorted({tp for tp, _ in bundle.tables}):
+        parallel = Parallel(tp=tp, ep=tp) if tp > 1 else Parallel(dp=8, ep=8)
+        cost = build_cost(
+            bundle=bundle,
+            spec=spec,
+            parallel=parallel,
+            hardware=hardware,
+            max_num_batched_tokens=8192,
+            kv=layout,
+        )
+        decode = StepShape((), 32, 32 * 5000, 5000, 32 * 2048, 32)
+        mixed = StepShape(((1000, 0), (512, 30000)), 32, 32 * 5000, 5000, 32 * 2048, 34)
+        short = StepShape(((1000, 0), (600, 300)), 0, 0, 0, 0, 2)
+        for shape in (decode, mixed, short):
+            assert cost.step_ns([shape] * parallel.dp) > 0
+
+
+def test_there_is_a_measured_bundle() -> None:
+    assert BUNDLES
