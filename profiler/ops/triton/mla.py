@@ -14,10 +14,8 @@ import triton.language as tl
 
 from profiler.ops.checks import FP8
 from profiler.ops.formats import LATENT_DIM, MLA_DIM, MLA_ROW_BYTES, ROPE_DIM, SparseKVFormat
+from profiler.ops.triton.merge import LOG2E, finish, merge_parts, split_count
 
-_LOG2E = 1.4426950408889634
-# Splits share a query out until about one program per multiprocessor of an H200 is at work.
-_TARGET_PROGRAMS = 132
 # Packed rows are widened once, instead of in every query, when that many picks fall on each row of the cache.
 _WIDEN_REUSE = 4
 _WIDEN_LIMIT_BYTES = 1 << 32
@@ -34,18 +32,6 @@ def _split_range(indices, query, picks, SPLITS: tl.constexpr, BLOCK: tl.constexp
     share = tl.cdiv(tl.cdiv(last, SPLITS), BLOCK) * BLOCK
     low = tl.program_id(1) * share
     return low, tl.minimum(low + share, last)
-
-
-@triton.jit
-def _finish(acc, total, top, sink, out_at, mask, HAS_SINK: tl.constexpr, scale_log2):
-    """Divide by the denominator, the sink's share included, and store."""
-    if HAS_SINK:
-        highest = tl.maximum(top, sink * scale_log2)
-        shrink = tl.exp2(top - highest)
-        share = shrink / (total * shrink + tl.exp2(sink * scale_log2 - highest))
-    else:
-        share = 1.0 / tl.where(total == 0.0, 1.0, total)
-    tl.store(out_at, (acc * share[:, None]).to(out_at.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -73,7 +59,7 @@ def _attend_kernel(
     COMPUTE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Rows of K_DIM features whose first V_DIM are the value. SPLITS > 1 leaves parts for `_merge_kernel`."""
+    """Rows of K_DIM features whose first V_DIM are the value. SPLITS > 1 leaves parts for `merge_parts`."""
     head_blocks = tl.cdiv(heads, HEADS)
     query = tl.program_id(0) // head_blocks
     head = tl.program_id(0) % head_blocks * HEADS + tl.arange(0, HEADS)
@@ -122,7 +108,7 @@ def _attend_kernel(
     if SPLITS == 1:
         sink = tl.load(sinks + head, mask=real, other=0.0).to(tl.float32) if HAS_SINK else 0.0
         out_at = out + (query.to(tl.int64) * heads + head)[:, None] * V_DIM + value[None, :]
-        _finish(acc, total, top, sink, out_at, mask, HAS_SINK, scale_log2)
+        finish(acc, total, top, sink, out_at, mask, HAS_SINK, scale_log2)
     else:
         part = (query.to(tl.int64) * SPLITS + tl.program_id(1)) * heads + head
         tl.store(out + part[:, None] * V_DIM + value[None, :], acc, mask=mask)
@@ -213,10 +199,10 @@ def _attend_packed_kernel(
     if SPLITS == 1:
         sink = tl.load(sinks + head, mask=real, other=0.0).to(tl.float32) if HAS_SINK else 0.0
         out_at = out + (query.to(tl.int64) * heads + head)[:, None] * 512 + part[None, :]
-        _finish(acc0, total, top, sink, out_at, mask, HAS_SINK, scale_log2)
-        _finish(acc1, total, top, sink, out_at + 128, mask, HAS_SINK, scale_log2)
-        _finish(acc2, total, top, sink, out_at + 256, mask, HAS_SINK, scale_log2)
-        _finish(acc3, total, top, sink, out_at + 384, mask, HAS_SINK, scale_log2)
+        finish(acc0, total, top, sink, out_at, mask, HAS_SINK, scale_log2)
+        finish(acc1, total, top, sink, out_at + 128, mask, HAS_SINK, scale_log2)
+        finish(acc2, total, top, sink, out_at + 256, mask, HAS_SINK, scale_log2)
+        finish(acc3, total, top, sink, out_at + 384, mask, HAS_SINK, scale_log2)
     else:
         piece = (query.to(tl.int64) * SPLITS + tl.program_id(1)) * heads + head
         out_at = out + piece[:, None] * 512 + part[None, :]
@@ -226,42 +212,6 @@ def _attend_packed_kernel(
         tl.store(out_at + 384, acc3, mask=mask)
         tl.store(tops + piece, top, mask=real)
         tl.store(totals + piece, total, mask=real)
-
-
-@triton.jit
-def _merge_kernel(
-    parts,
-    tops,
-    totals,
-    sinks,
-    out,
-    scale_log2,
-    heads,
-    V_DIM: tl.constexpr,
-    V_PADDED: tl.constexpr,
-    SPLITS: tl.constexpr,
-    HAS_SINK: tl.constexpr,
-):
-    """Add the parts of one query and head: parts (T, SPLITS, H, V) and totals in units of exp2(tops)."""
-    query = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    value = tl.arange(0, V_PADDED)
-    top = tl.full((1,), _LOWEST, tl.float32)
-    total = tl.zeros((1,), tl.float32)
-    acc = tl.zeros((1, V_PADDED), tl.float32)
-    for split in range(SPLITS):
-        piece = (query * SPLITS + split) * heads + head
-        part_top = tl.load(tops + piece)
-        new_top = tl.maximum(top, part_top)
-        mine = tl.exp2(part_top - new_top)
-        others = tl.exp2(top - new_top)
-        part = tl.load(parts + piece * V_DIM + value, mask=value < V_DIM, other=0.0)
-        total = total * others + tl.load(totals + piece) * mine
-        acc = acc * others[:, None] + part[None, :] * mine[:, None]
-        top = new_top
-    sink = tl.load(sinks + head + tl.arange(0, 1)).to(tl.float32) if HAS_SINK else 0.0
-    out_at = out + (query * heads + head) * V_DIM + value[None, :]
-    _finish(acc, total, top, sink, out_at, (value < V_DIM)[None, :], HAS_SINK, scale_log2)
 
 
 @triton.jit
@@ -277,6 +227,22 @@ def _widen_kernel(codes, scales, ropes, out, count, ROWS: tl.constexpr, ROW: tl.
     tl.store(out + row[:, None] * 576 + 512 + rope[None, :], tail, mask=real)
 
 
+def hopper_fits(q: torch.Tensor, rows: torch.Tensor, v_dim: int) -> bool:
+    """Whether `mla_hopper` takes the call: bf16, 576 and 512 features, more than 16 heads, on SM90.
+
+    Fewer heads stay here, where the products then have 16 rows instead of 64. Gluon's interface is that of Triton 3.6.
+    """
+    return (
+        q.is_cuda
+        and triton.__version__.startswith("3.6.")
+        and torch.cuda.get_device_capability(q.device) == (9, 0)
+        and q.dtype == rows.dtype == torch.bfloat16
+        and q.shape[1] > 16
+        and q.shape[2] == MLA_DIM
+        and v_dim == LATENT_DIM
+    )
+
+
 def widen_rows_kernel(rows: torch.Tensor) -> torch.Tensor:
     """bf16 latents (N, 576) of packed rows (N, 656) uint8."""
     count = rows.shape[0]
@@ -285,13 +251,6 @@ def widen_rows_kernel(rows: torch.Tensor) -> torch.Tensor:
         views = (rows.view(FP8), rows.view(torch.float32), rows.view(torch.bfloat16))
         _widen_kernel[(triton.cdiv(count, 4),)](*views, out, count, ROWS=4, ROW=MLA_ROW_BYTES, num_warps=4)
     return out
-
-
-def _splits(queries: int, head_blocks: int, picks: int, block: int) -> int:
-    """A power of two that brings the grid near one program per multiprocessor, two tiles to a split at least."""
-    wanted = _TARGET_PROGRAMS // max(1, queries * head_blocks)
-    most = max(1, picks // (2 * block))
-    return 1 << max(0, min(wanted, most).bit_length() - 1)
 
 
 def attend_picked_kernel(
@@ -311,7 +270,8 @@ def attend_picked_kernel(
 ) -> torch.Tensor:
     """softmax(q . rows[indices] * scale) . rows[indices][:v_dim]; see `profiler.ops.mla.attend_picked`.
 
-    The other arguments override the launch for tests and benchmarks.
+    The other arguments override the launch for tests and benchmarks; any of them but `splits` also keeps the call off
+    the Hopper kernel.
     """
     queries, heads, k_dim = q.shape
     picks = indices.shape[1]
@@ -327,12 +287,17 @@ def attend_picked_kernel(
         v_dim != LATENT_DIM or (queries * picks >= _WIDEN_REUSE * rows.shape[0] and wide_bytes <= _WIDEN_LIMIT_BYTES)
     ):
         rows, packed = widen_rows_kernel(rows), False
+    launch_chosen = heads_per_program or block or warps or stages
+    if not packed and not launch_chosen and hopper_fits(q, rows, v_dim):
+        from profiler.ops.triton.mla_hopper import attend_picked_hopper
+
+        return attend_picked_hopper(q, rows, indices, scale, sink, splits=splits)
     tile_heads = heads_per_program or max(16, min(64, triton.next_power_of_2(heads)))
     head_blocks = triton.cdiv(heads, tile_heads)
     exact = torch.float32 in (q.dtype, rows.dtype) or torch.float64 in (q.dtype, rows.dtype)
     block = block or (32 if exact else 64)
     if splits is None:
-        splits = _splits(queries, head_blocks, picks, block)
+        splits = split_count(queries * head_blocks, picks, block)
     wide_head = tile_heads >= 64
     launch = {"num_warps": warps or (8 if wide_head else 4), "num_stages": stages or 2}
     parts, tops, totals = out, out, out
@@ -341,7 +306,7 @@ def attend_picked_kernel(
         tops = torch.empty(queries, splits, heads, dtype=torch.float32, device=q.device)
         totals = torch.empty_like(tops)
     sinks = q if sink is None else sink.contiguous()
-    scale_log2 = scale * _LOG2E
+    scale_log2 = scale * LOG2E
     grid = (head_blocks * queries, splits)
     common = {
         "HEADS": tile_heads,
@@ -391,20 +356,7 @@ def attend_picked_kernel(
             **launch,
         )
     if splits > 1:
-        _merge_kernel[(queries, heads)](
-            parts,
-            tops,
-            totals,
-            sinks,
-            out,
-            scale_log2,
-            heads,
-            V_DIM=v_dim,
-            V_PADDED=triton.next_power_of_2(v_dim),
-            SPLITS=splits,
-            HAS_SINK=sink is not None,
-            num_warps=4,
-        )
+        merge_parts(parts, tops, totals, out, scale, sink)
     return out
 
 

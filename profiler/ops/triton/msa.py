@@ -12,7 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-_LOG2E = 1.4426950408889634
+from profiler.ops.triton.merge import LOG2E, merge_parts
+
 _TARGET_PROGRAMS = 132 * 4
 _LOWEST = tl.constexpr(-1.0e30)
 
@@ -282,8 +283,6 @@ def attend_blocks(
 
     tile (keys at a time), splits, warps and stages override the launch for tests and benchmarks.
     """
-    from profiler.ops.triton.mla import _merge_kernel
-
     rows, heads, dim = q.shape
     groups, picks = selection.shape[1:]
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -302,7 +301,7 @@ def attend_blocks(
         parts = torch.empty(rows, splits, heads, dim, dtype=torch.float32, device=q.device)
         tops = torch.empty(rows, splits, heads, dtype=torch.float32, device=q.device)
         totals = torch.empty_like(tops)
-    scale_log2 = scale * _LOG2E
+    scale_log2 = scale * LOG2E
     _attend_kernel[(groups * rows, splits)](
         q.contiguous(),
         k.contiguous(),
@@ -331,18 +330,5 @@ def attend_blocks(
         num_stages=stages,
     )
     if splits > 1:
-        _merge_kernel[(rows, heads)](
-            parts,
-            tops,
-            totals,
-            q,
-            out,
-            scale_log2,
-            heads,
-            V_DIM=dim,
-            V_PADDED=triton.next_power_of_2(dim),
-            SPLITS=splits,
-            HAS_SINK=False,
-            num_warps=4,
-        )
+        merge_parts(parts, tops, totals, out, scale, None)
     return out
