@@ -19,7 +19,7 @@ from profiler.engines.base import Engine, EngineOptions, ShotResult, create_engi
 from profiler.kernels._axes import Limits
 from profiler.kernels.moe import local_experts
 from profiler.samples import Run, append_result, plain_info, read_runs, start_run
-from profiler.sweep import choose_categories, merge, plan, rank_spec, split_by_memory
+from profiler.sweep import batch_of, choose_categories, merge, plan, rank_spec, split_by_memory, split_by_prefills
 from profiler.tabulate import Acquired, bundle_meta, config_sha256, one_engine, tabulate, variant_name
 
 SM90: Final = "sm90"
@@ -47,6 +47,7 @@ class Job:
     warmup: int
     repeats: int
     command: str
+    skip_skew: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +81,7 @@ def prepare(job: Job, model_root: Path | None = None) -> Target:
     for tp in job.tps:
         rank_spec(spec, tp)
         limits[tp] = Limits(job.grid, tp, job.ep_degrees, length, job.max_num_batched_tokens, job.max_num_seqs)
-        categories[tp] = choose_categories(spec, job.categories, tp)
+        categories[tp] = choose_categories(spec, job.categories, tp, job.skip_skew)
         if "moe" in categories[tp] and spec.moe is not None:
             for ep in job.ep_degrees:
                 local_experts(spec.moe, ep)
@@ -150,6 +151,8 @@ def _planned(job: Job, target: Target, tp: int, engine: Engine) -> Run:
     if info.whole_forward:
         planned = merge(planned)
     shots, left_out = split_by_memory(planned, info.kv.get("tokens"), int(info.kv["block_tokens"]))
+    shots, too_many = split_by_prefills(shots, info.settings.get("max_prefills_per_step"))
+    left_out += too_many
     return Run(
         model=target.spec.name,
         model_config_sha256=config_sha256(target.config),
@@ -177,7 +180,8 @@ def _refuse_existing(run: Run, root: Path) -> None:
 
 def _fill(run: Run, job: Job, engine: Engine, report: Report, save_to: Path | None, done: set[Shot]) -> None:
     """Runs every shot of `run` that is not done, keeping and saving each result as it comes."""
-    todo = [index for index, shot in enumerate(run.shots) if shot not in done]
+    whole = run.info.whole_forward
+    todo = [index for index, shot in enumerate(run.shots) if batch_of(shot, whole) not in done]
     if save_to is not None:
         start_run(save_to, run)
     count = len(run.shots) - len(todo)
@@ -197,8 +201,13 @@ def _renumbered(result: ShotResult, index: int) -> ShotResult:
 
 
 def finished(runs: Sequence[Run]) -> set[Shot]:
-    """Shots that these runs measured without a failure."""
-    return {run.shots[i] for run in runs for i, result in run.results.items() if result.failure is None}
+    """Batches that these runs measured without a failure (profiler.sweep.batch_of)."""
+    return {
+        batch_of(run.shots[i], run.info.whole_forward)
+        for run in runs
+        for i, result in run.results.items()
+        if result.failure is None
+    }
 
 
 def load_samples(paths: Sequence[Path], target: Target) -> dict[int, list[Run]]:

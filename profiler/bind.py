@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from profiler.core.errors import ConfigError
-from profiler.core.shots import Fill, Shot
+from profiler.core.shots import Fill, Key, Shot
 from profiler.core.stack import fold
 from profiler.core.types import Category, ModelSpec
 from profiler.engines.base import Binding, EngineInfo, KernelSample, Rule, ShotResult
+from profiler.kernels._components import categories_of
 from profiler.timing import median, spread_rel
 
 # A kernel without a component is material when it takes more than this share of the kernel time of any shot.
@@ -26,7 +27,7 @@ class Row:
 
     category: Category
     name: str
-    key: tuple[int, ...]
+    key: Key
     time_us: float
     spread_rel: float
 
@@ -86,6 +87,7 @@ def bind(
     calls = calls_per_pass(spec, info)
     _check_fused(binding.FUSED, calls)
     match = _matcher(binding.rules(spec))
+    table_of = categories_of(spec)
     rows: list[Row] = []
     problems: dict[Category, list[str]] = defaultdict(list)
     worst: dict[tuple[str, str], Unbound] = {}
@@ -103,7 +105,7 @@ def bind(
         alone = shot.moe is not None or not info.whole_forward
         repeats = sorted({sample.repeat for sample in result.samples})
         for fill in shot.fills:
-            measured = _rows(fill, times, repeats, Counter() if alone else calls, binding.FUSED)
+            measured = _rows(fill, times, repeats, Counter() if alone else calls, binding.FUSED, table_of)
             if isinstance(measured, str):
                 problems[fill.category].append(f"{shot.label}: {measured}")
             else:
@@ -130,7 +132,8 @@ def selection_in_dense_prefill(
     match = _matcher(binding.rules(spec))
     for result in results:
         shot = shots[result.shot_index]
-        if shot.regime == "dense" and not never_dense(shot, info):
+        decodes = any(new == 1 and context for new, context in shot.requests)
+        if shot.regime == "dense" and not decodes and not never_dense(shot, info):
             times, _ = _sum_by_component(result.samples, shot, match)
             if any(category == "indexer" for category, _, _ in times):
                 return True
@@ -214,14 +217,16 @@ def _rows(
     repeats: Sequence[int],
     calls: Counter[Name],
     fused: Mapping[str, str],
+    table_of: Mapping[str, Category],
 ) -> list[Row] | str:
     """The cells of one fill, or what is missing. A component absent from `calls` counts one call."""
     rows = []
     for name in fill.components:
         carrier = fused.get(name, name)
         sharers = 1 + sum(other == carrier for other in fused.values())
-        divisor = max(1, calls[fill.category, name]) * sharers
-        values = [times.get((fill.category, carrier, repeat), 0.0) / divisor for repeat in repeats]
+        category = table_of.get(name, fill.category)
+        divisor = max(1, calls[category, name]) * sharers
+        values = [times.get((category, carrier, repeat), 0.0) / divisor for repeat in repeats]
         if not values or min(values) <= 0.0:
             at = [str(r) for r, value in zip(repeats, values, strict=True) if value <= 0.0]
             return f"no kernel of {name!r} in repeat {', '.join(at)}" if at else f"no samples of {name!r}"

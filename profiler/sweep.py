@@ -9,7 +9,7 @@ from typing import Final, Protocol, cast
 
 from profiler.core.errors import ConfigError, unknown
 from profiler.core.shard import geometry
-from profiler.core.shots import Fill, Shot
+from profiler.core.shots import Fill, Key, Shot
 from profiler.core.types import Category, ModelSpec, Parallel
 from profiler.kernels._axes import Limits
 from profiler.kernels._components import components_of
@@ -41,7 +41,9 @@ def category_modules() -> dict[str, CategoryModule]:
     return {module.CATEGORY: module for module in modules}
 
 
-def choose_categories(spec: ModelSpec, asked: Sequence[str] | None, tp: int) -> tuple[Category, ...]:
+def choose_categories(
+    spec: ModelSpec, asked: Sequence[str] | None, tp: int, skip_skew: bool = False
+) -> tuple[Category, ...]:
     """The categories to measure: those asked for, or all that the model has at this degree.
 
     Raises ConfigError for an unknown category, one that the model has no component of, and experts at tp above 1.
@@ -49,7 +51,9 @@ def choose_categories(spec: ModelSpec, asked: Sequence[str] | None, tp: int) -> 
     modules = category_modules()
     present = [c for c in modules if components_of(spec, cast(Category, c))]
     if asked is None:
-        return tuple(cast(Category, c) for c in present if c != "moe" or tp == 1)
+        left_out = {"moe"} if tp != 1 else set()
+        left_out |= {"skew"} if skip_skew else set()
+        return tuple(cast(Category, c) for c in present if c not in left_out)
     for name in asked:
         if name not in modules:
             raise unknown("category", name, modules)
@@ -78,6 +82,11 @@ def merge(shots: Iterable[Shot]) -> list[Shot]:
     return sorted(merged, key=lambda s: (s.moe is not None, s.moe.ep if s.moe else 0, s.new_tokens, s.kv_tokens))
 
 
+def batch_of(shot: Shot, whole_forward: bool) -> Shot:
+    """What decides that two shots run the same: the batch alone where one pass serves every table."""
+    return replace(shot, fills=()) if whole_forward else shot
+
+
 def kv_blocks_tokens(shot: Shot, block_tokens: int) -> int:
     """KV tokens that a shot occupies when every request holds whole blocks."""
     return sum(math.ceil((new + context) / block_tokens) * block_tokens for new, context in shot.requests)
@@ -93,9 +102,20 @@ def split_by_memory(shots: Iterable[Shot], kv_tokens: int | None, block_tokens: 
     return kept, left_out
 
 
-def work_of(spec: ModelSpec, category: Category, name: str, key: tuple[int, ...], weights: str) -> Work | None:
-    """Least work of one cell; `spec` has per-rank widths."""
-    return category_modules()[category].work(spec, name, key, weights)
+def split_by_prefills(shots: Iterable[Shot], most: int | None) -> tuple[list[Shot], list[Shot]]:
+    """(shots with at most `most` prefills in their step, the others). None means no limit."""
+    kept: list[Shot] = []
+    left_out: list[Shot] = []
+    for shot in shots:
+        prefills = sum(new > 1 or not context for new, context in shot.requests)
+        (kept if most is None or prefills <= most else left_out).append(shot)
+    return kept, left_out
+
+
+def work_of(spec: ModelSpec, category: Category, name: str, key: Key, weights: str) -> Work | None:
+    """Least work of one cell; `spec` has per-rank widths. None for cells whose key is not all numbers."""
+    numbers = tuple(value for value in key if isinstance(value, int))
+    return category_modules()[category].work(spec, name, numbers, weights) if len(numbers) == len(key) else None
 
 
 def rank_spec(spec: ModelSpec, tp: int) -> ModelSpec:

@@ -13,13 +13,13 @@ from profiler.card import CPU
 from profiler.core.bundle import SCHEMA_VERSION, Table, make_table
 from profiler.core.errors import AcquisitionError, ConfigError
 from profiler.core.hardware import Hardware, load_hardware
-from profiler.core.shots import Shot
+from profiler.core.shots import Fill, Key, Shot
 from profiler.core.tables import KEY_COLUMNS
 from profiler.core.types import Category, ModelSpec
 from profiler.core.units import MIB
 from profiler.engines.base import Binding, EngineInfo, ShotResult
 from profiler.samples import Run
-from profiler.sweep import rank_spec, work_of
+from profiler.sweep import batch_of, rank_spec, work_of
 
 # Keys of a GPU description that change between two moments on the same card.
 _MOMENTARY: Final = ("pstate", "sm_clock_mhz", "memory_clock_mhz", "power_w", "temperature_c")
@@ -114,20 +114,31 @@ def one_engine(runs: Sequence[Run]) -> EngineInfo:
 
 
 def _latest(runs: Sequence[Run]) -> tuple[list[Shot], dict[int, ShotResult]]:
-    """The shots of the last run, then others' that it does not plan, and a result for each that has one."""
-    index_of: dict[Shot, int] = {}
-    measured = {run.shots[own] for run in runs for own in run.results}
+    """The shots of the last run, then others' that it does not plan, and a result for each that has one.
+
+    Runs of one batch are one shot that fills the cells of all of them, as the last run that plans a cell names it.
+    """
+    cells: dict[Shot, dict[tuple[Category, Key], Fill]] = {}
+    measured = {_batch(run, run.shots[own]) for run in runs for own in run.results}
     for run in reversed(runs):
         for shot in run.shots:
-            if shot in measured or shot not in runs[-1].left_out:
-                index_of.setdefault(shot, len(index_of))
+            batch = _batch(run, shot)
+            if batch in measured or shot not in runs[-1].left_out:
+                own_cells = cells.setdefault(batch, {})
+                for fill in shot.fills:
+                    own_cells.setdefault((fill.category, fill.key), fill)
+    index_of = {batch: index for index, batch in enumerate(cells)}
     results: dict[int, ShotResult] = {}
     for run in runs:
         for own, result in run.results.items():
-            index = index_of[run.shots[own]]
+            index = index_of[_batch(run, run.shots[own])]
             if result.failure is None or index not in results:
                 results[index] = replace(result, shot_index=index)
-    return list(index_of), results
+    return [replace(batch, fills=tuple(fills.values())) for batch, fills in cells.items()], results
+
+
+def _batch(run: Run, shot: Shot) -> Shot:
+    return batch_of(shot, run.info.whole_forward)
 
 
 def _refuse_material(bound: Bound) -> None:
@@ -146,7 +157,7 @@ def _refuse_material(bound: Bound) -> None:
 
 def _cells(rows: Iterable[Row]) -> dict[Category, list[tuple[str | int | float, ...]]]:
     """Table rows by category; a cell measured by two shots counts once, the earlier one."""
-    seen: dict[tuple[Category, str, tuple[int, ...]], Row] = {}
+    seen: dict[tuple[Category, str, Key], Row] = {}
     for row in rows:
         seen.setdefault((row.category, row.name, row.key), row)
     cells: dict[Category, list[tuple[str | int | float, ...]]] = defaultdict(list)
@@ -199,13 +210,12 @@ def _grid(
     failed = {category: len(lines) for category, lines in refused.items()}
     grid: dict[str, Any] = {}
     for category, table in tables.items():
-        axes = {c: sorted({float(v) for v in table.columns[c]}) for c in KEY_COLUMNS[category][1:]}
         left_out = sum(any(f.category == category for f in shot.fills) for shot in run.left_out)
-        axes_text = {name: " ".join(f"{value:.0f}" for value in values) for name, values in axes.items()}
+        axes_text = {name: _axis_text(table.columns[name]) for name in KEY_COLUMNS[category][1:]}
         grid[f"tp{run.tp}/{category}"] = {
             "name": run.limits.get("grid"),
             "axes": axes_text,
-            "left_out_for_memory": left_out,
+            "left_out": left_out,
             "run": f"run {run.started_at} tp{run.tp}",
         }
     for each in runs:
@@ -219,6 +229,13 @@ def _grid(
             "settings": dict(each.info.settings),
         }
     return grid
+
+
+def _axis_text(values: Iterable[str | int | float]) -> str:
+    """The distinct values of a key column, of text their number alone."""
+    distinct = set(values)
+    numbers = sorted(float(value) for value in distinct if not isinstance(value, str))
+    return " ".join(f"{value:.0f}" for value in numbers) or f"{len(distinct)} different"
 
 
 def bundle_meta(runs: Sequence[Run], spec: ModelSpec, acquired: Acquired, binding: Binding) -> dict[str, Any]:

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from profiler.acquire import Job
-from profiler.core.registry import load_model_config
+from profiler.core.registry import load_model, load_model_config
 from profiler.core.shots import Shot
 from profiler.engines.base import EngineInfo, EngineOptions, KernelSample, ShotResult
+from profiler.kernels._components import categories_of
 
 SMALL = "small/Sparse"
 
@@ -64,6 +65,8 @@ def quiet(done: int, total: int, label: str) -> None:
     pass
 
 
+_TABLE_OF = categories_of(load_model("deepseek-ai/DeepSeek-V3.2-Exp"))
+
 SampleMaker = Callable[[int, Shot, int], list[KernelSample]]
 
 
@@ -111,7 +114,7 @@ class FakeEngine:
 def each_component(index: int, shot: Shot, repeat: int) -> list[KernelSample]:
     """One kernel per expected component, 100 us in total per pass plus one per repeat."""
     return [
-        KernelSample(index, repeat, fill.category, name, 100.0 + repeat, 1)
+        KernelSample(index, repeat, _TABLE_OF[name], name, 100.0 + repeat, 1)
         for fill in shot.fills
         for name in fill.components
     ]

@@ -37,8 +37,9 @@ def _names(ctx: click.Context, param: click.Parameter, value: str | None) -> tup
 @click.option("--tp", callback=_integers, help="Tensor-parallel degrees to emulate on the one card.  [default: 1]")
 @click.option("--ep", default="1", callback=_integers, help="Expert-parallel degrees whose slices of experts to run.")
 @click.option("--engine", default="auto", help="auto, vllm or reference; auto is vllm on a GPU that has it.")
-@click.option("--grid", default="coarse", help="coarse, or tiny for a CPU.")
+@click.option("--grid", default="coarse", help="full, coarse, or tiny for a CPU.")
 @click.option("--categories", callback=_names, help="Comma-separated categories.  [default: all of the model]")
+@click.option("--skip-skew", is_flag=True, help="Leave out batches of unequal requests (category skew).")
 @click.option("--kv-cache-dtype", default="auto", help="As the engine names it: auto, bf16, fp8, ...")
 @click.option("--block-size", type=click.IntRange(min=1), help="KV block in tokens.  [default: the engine's choice]")
 @click.option("--max-model-len", type=click.IntRange(min=1), help="Longest context in tokens.  [default: the model's]")
@@ -133,6 +134,7 @@ def _job(model: str, options: dict[str, Any]) -> "Job":
         warmup=options["warmup"],
         repeats=options["repeats"],
         command=_repeatable(model, options),
+        skip_skew=options["skip_skew"],
     )
 
 
@@ -147,6 +149,8 @@ def _repeatable(model: str, options: dict[str, Any]) -> str:
         if value is not None:
             text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
             parts.append(f"--{name.replace('_', '-')} {text}")
+    if options["skip_skew"]:
+        parts.append("--skip-skew")
     return " ".join(parts)
 
 

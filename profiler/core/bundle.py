@@ -40,7 +40,7 @@ REQUIRED_META = (
 # What two acquisitions may differ in and still share one bundle.
 _PER_ACQUISITION = ("grid", "measured_at", "command", "files")
 
-_TEXT_COLUMNS = ("layer", "kernel")
+_TEXT_COLUMNS = ("layer", "kernel", "prefills", "decodes", "use")
 # Under realistic routing these two are averages over layers or repeats, hence not integers.
 _REAL_COLUMNS = ("activated_experts", "local_pairs")
 

@@ -11,17 +11,20 @@ from profiler.core.types import Category
 # whatever the engine does by itself, for shots whose cells do not depend on it.
 Regime = Literal["auto", "sparse", "dense"]
 
+# Key columns of one cell, without the component's name: numbers, and text in the table of unequal batches.
+Key = tuple[int | str, ...]
+
 
 @dataclass(frozen=True, slots=True)
 class Fill:
     """Cells of one table: the rows (component, *key) for every name in `components`.
 
-    key: the numeric key columns of the category in file order, that is `KEY_COLUMNS[category][1:]`.
+    key: the key columns of the category behind the component, in file order: `KEY_COLUMNS[category][1:]`.
     components: the component names that the shot must measure; a missing one makes the shot incomplete.
     """
 
     category: Category
-    key: tuple[int, ...]
+    key: Key
     components: tuple[str, ...]
 
     def __post_init__(self) -> None:

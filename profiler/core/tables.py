@@ -34,7 +34,14 @@ KEY_COLUMNS: Final[dict[Category, tuple[str, ...]]] = {
     # (all tokens of the group under an all-gather back end); activated_experts: distinct local experts they reach;
     # local_pairs: (token, expert) pairs computed on the rank.
     "moe": ("layer", "ep", "tokens", "activated_experts", "local_pairs"),
+    # Batches of unequal requests, for the kernels of the three tables above. prefills, decodes: the batch as
+    # profiler/core/batch_text.py writes it; use: what the row serves, one of SKEW_USES.
+    "skew": ("kernel", "prefills", "decodes", "use"),
 }
+
+# fit: decode requests of two lengths, from which the correction is fitted. held_out: other numbers and distributions of
+# lengths, on which it is judged. joint: a prefill beside decode requests. prefills: several prefills in one step.
+SKEW_USES: Final = ("fit", "held_out", "joint", "prefills")
 
 
 def columns(category: Category) -> tuple[str, ...]:

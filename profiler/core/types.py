@@ -148,7 +148,7 @@ class Parallel:
         return self.tp * self.pp * self.dp
 
 
-Category = Literal["dense", "per_sequence", "attention", "indexer", "sparse_attention", "moe"]
+Category = Literal["dense", "per_sequence", "attention", "indexer", "sparse_attention", "moe", "skew"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,7 +60,9 @@ class EngineInfo:
     weights: weight format that was really run ("bf16", "fp8"). layer_kinds: `LayerKind.name` of every layer of the
     stack that one forward pass runs, in order. whole_forward: a shot runs the whole stack, so shots with equal
     batches are run once for all their tables; False when each component is run on its own.
-    settings: anything else that changes times (attention backend, environment, score distribution).
+    settings: anything else that changes times (attention backend, environment, score distribution). Read by the
+    profiler: mla_decode_threshold_tokens, the longest chunk that the main attention runs as a decode, and
+    max_prefills_per_step, beyond which the engine's kernels do not work; absent where there is no such rule.
     """
 
     name: str

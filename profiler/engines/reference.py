@@ -16,6 +16,7 @@ from profiler.core.kv import KvLayout, kv_layout
 from profiler.core.shots import Shot
 from profiler.core.types import Category, Parallel
 from profiler.engines.base import EngineInfo, EngineOptions, KernelSample, ShotResult
+from profiler.kernels._components import categories_of
 from profiler.sweep import rank_spec
 
 _KV_DTYPES: Final = ("auto", "bf16", "fp8", "fp8_ds_mla")
@@ -49,6 +50,7 @@ class ReferenceEngine:
         packed = self._layout.layout == "fp8_ds_mla"
         kv_format = SparseKVFormat.FP8_PACKED if packed else SparseKVFormat.BF16
         self._bench = Bench(rank_spec(options.spec, options.tp), device, torch.bfloat16, kv_format)
+        self._table_of = categories_of(options.spec)
         self._builders = {**dense.BUILDERS, **attention.BUILDERS, **experts.BUILDERS}
         self._timer = cpu_timer() if device.type == "cpu" else cuda_timer(device)
 
@@ -102,7 +104,7 @@ class ReferenceEngine:
                 except (RuntimeError, ValueError, MemoryError, SparsightError) as error:
                     # torch reports a failed allocation and a failed kernel as RuntimeError alike.
                     return ShotResult(index, tuple(samples), f"{name}: {type(error).__name__}: {error}")
-                samples += [KernelSample(index, r, fill.category, name, us, 1) for r, us in enumerate(times)]
+                samples += [KernelSample(index, r, self._table_of[name], name, us, 1) for r, us in enumerate(times)]
         return ShotResult(index, tuple(samples))
 
     def _kv_tokens(self) -> int:

@@ -9,8 +9,29 @@ from profiler.core.errors import unknown
 
 
 @dataclass(frozen=True, slots=True)
+class SkewAxes:
+    """Batches of unequal requests.
+
+    requests, mean_kv_tokens: decode batches for the fit, points of the decode axes so that the equal batch is a cell.
+    held_out_*: batches to judge it on, off those points. chunk_tokens, context_tokens, decodes: one prefill beside
+    (requests, keys) equal decode requests, points of the axes again. prefills: several prefills in one step, as groups
+    of (count, chunk, context) tokens.
+    """
+
+    requests: tuple[int, ...]
+    mean_kv_tokens: tuple[int, ...]
+    held_out_requests: tuple[int, ...]
+    held_out_mean_kv_tokens: tuple[int, ...]
+    chunk_tokens: tuple[int, ...]
+    context_tokens: tuple[int, ...]
+    decodes: tuple[tuple[int, int], ...]
+    prefills: tuple[tuple[tuple[int, int, int], ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Axes:
-    """Values along each axis, ascending. `to_the_limit` adds the limit itself as the last point of an axis."""
+    """Values along each axis, ascending. `to_the_limit` adds the limit itself as the last point of an axis,
+    `at_the_cap` points on both sides of the cap on attended keys, where the selection begins to work."""
 
     tokens: tuple[int, ...]
     sequences: tuple[int, ...]
@@ -20,12 +41,52 @@ class Axes:
     decode_kv_tokens: tuple[int, ...]
     moe_tokens: tuple[int, ...]
     moe_skews: tuple[float, ...]
+    skew: SkewAxes
     to_the_limit: bool
+    at_the_cap: bool
 
 
 _COARSE_TOKENS: Final = (
     *(1, 2, 4, 8, 16, 17, 32, 33, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192),
     *(12288, 16384),
+)
+_COARSE_SEQUENCES: Final = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 512, 1024)
+_MOE_TOKENS: Final = tuple(1 << power for power in range(18))
+
+_SKEW: Final = SkewAxes(
+    requests=(4, 16, 64, 128, 256),
+    mean_kv_tokens=(1024, 4096, 16384, 65536),
+    held_out_requests=(8, 32, 96, 192),
+    held_out_mean_kv_tokens=(3000, 12000, 48000),
+    chunk_tokens=(128, 512, 2048, 8192),
+    context_tokens=(0, 8192, 65536),
+    decodes=((8, 65536), (64, 4096), (128, 16384)),
+    prefills=(
+        # At or below a top-k of 2048 in every request: also measured on the dense path.
+        ((2, 1024, 0),),
+        ((4, 512, 512),),
+        ((8, 1024, 1024),),
+        ((4, 2048, 0),),
+        ((1, 2048, 0), (3, 300, 700)),
+        # Beyond it.
+        ((2, 2048, 4096),),
+        ((4, 512, 8192),),
+        ((2, 4096, 16384),),
+        ((16, 128, 4096),),
+        ((1, 4096, 0), (3, 512, 32768)),
+        ((1, 1024, 65536), (1, 1024, 0)),
+        ((4, 2048, 8192),),
+    ),
+)
+_TINY_SKEW: Final = SkewAxes(
+    requests=(4,),
+    mean_kv_tokens=(1024,),
+    held_out_requests=(3,),
+    held_out_mean_kv_tokens=(1500,),
+    chunk_tokens=(64,),
+    context_tokens=(1024,),
+    decodes=((4, 1024),),
+    prefills=(((2, 64, 0),), ((1, 64, 0), (1, 16, 2048))),
 )
 
 GRIDS: Final[dict[str, Axes]] = {
@@ -39,20 +100,51 @@ GRIDS: Final[dict[str, Axes]] = {
         decode_kv_tokens=(64, 1024, 2048, 4096),
         moe_tokens=(1, 16, 64, 128),
         moe_skews=(0.0,),
+        skew=_TINY_SKEW,
         to_the_limit=False,
+        at_the_cap=False,
     ),
     # Dense enough for piecewise linear interpolation. Chunks have points on both sides of 128 and 256 tokens, where
     # sparse MLA back ends stop treating a chunk as decode, and tokens on both sides of the router's 16 and 32.
     "coarse": Axes(
         tokens=_COARSE_TOKENS,
-        sequences=(1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 512, 1024),
+        sequences=_COARSE_SEQUENCES,
         chunk_tokens=(1, 16, 64, 128, 129, 256, 257, 512, 1024, 1536, 2048, 4096, 8192, 16384),
         context_tokens=(0, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072, 262144, 524288),
         decode_requests=(1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 512, 1024),
         decode_kv_tokens=(64, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072, 262144, 524288),
-        moe_tokens=(1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072),
+        moe_tokens=_MOE_TOKENS,
         moe_skews=(0.0, 1.5),
+        skew=_SKEW,
         to_the_limit=True,
+        at_the_cap=False,
+    ),
+    # Steps of at most 1.5 along the axes that the attention-like kernels grow in. A chunk of one token is a decode for
+    # the indexer and one of two is not; 64 and 65 rows are on two sides of a change of top-k kernel, 132 and 133 on two
+    # sides of one wave of blocks on the 132 multiprocessors of an H100 or H200.
+    "full": Axes(
+        tokens=_COARSE_TOKENS,
+        sequences=_COARSE_SEQUENCES,
+        chunk_tokens=(
+            *(1, 2, 16, 64, 128, 129, 192, 256, 257, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288),
+            16384,
+        ),
+        context_tokens=(
+            *(0, 512, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384, 24576, 32768, 49152, 65536, 98304),
+            *(131072, 196608, 262144, 393216, 524288),
+        ),
+        decode_requests=(
+            *(1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 65, 96, 128, 132, 133, 160, 192, 224, 256, 384, 512, 768, 1024),
+        ),
+        decode_kv_tokens=(
+            *(64, 512, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384, 24576, 32768, 49152, 65536, 98304),
+            *(131072, 196608, 262144, 393216, 524288),
+        ),
+        moe_tokens=_MOE_TOKENS,
+        moe_skews=(0.0, 1.5),
+        skew=_SKEW,
+        to_the_limit=True,
+        at_the_cap=True,
     ),
 }
 

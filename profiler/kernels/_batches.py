@@ -3,29 +3,41 @@
 from collections.abc import Iterator
 
 from profiler.core.shots import Fill, Regime, Shot
-from profiler.core.types import Category
+from profiler.core.types import Category, ModelSpec
 from profiler.kernels._axes import Limits
 
 
-def prefill_cells(limits: Limits, longest: int, to_the_end: bool = False) -> Iterator[tuple[int, int]]:
+def prefill_cells(
+    limits: Limits, longest: int, to_the_end: bool = False, cap: int | None = None
+) -> Iterator[tuple[int, int]]:
     """(chunk, context) pairs whose total is at most `longest` tokens.
 
-    to_the_end: every chunk also has the context with which it ends at `longest`, whatever the grid.
+    to_the_end: every chunk also has the context with which it ends at `longest`, whatever the grid. cap: every chunk
+    also has the contexts with which it ends and begins there, None for no such point.
     """
     for chunk in limits.up_to(limits.axes.chunk_tokens, min(limits.max_num_batched_tokens, longest)):
         contexts = limits.up_to(limits.axes.context_tokens, longest - chunk)
-        if to_the_end and longest - chunk not in contexts:
-            contexts.append(longest - chunk)
-        for context in contexts:
-            yield chunk, context
+        extra = [longest - chunk] if to_the_end else []
+        extra += [cap - chunk, cap] if cap is not None else []
+        yield from ((chunk, context) for context in _with(contexts, extra, longest - chunk))
 
 
-def decode_cells(limits: Limits) -> Iterator[tuple[int, int]]:
-    """(requests, kv) pairs; kv counts the new token."""
+def decode_cells(limits: Limits, cap: int | None = None) -> Iterator[tuple[int, int]]:
+    """(requests, kv) pairs; kv counts the new token. cap: also on both sides of it."""
     most = min(limits.max_num_seqs, limits.max_num_batched_tokens)
     for requests in limits.up_to(limits.axes.decode_requests, most):
-        for kv in limits.up_to(limits.axes.decode_kv_tokens, limits.longest):
+        keys = limits.up_to(limits.axes.decode_kv_tokens, limits.longest)
+        for kv in _with(keys, [] if cap is None else [cap, cap + 1], limits.longest):
             yield requests, kv
+
+
+def _with(values: list[int], extra: list[int], most: int) -> list[int]:
+    return sorted({*values, *(value for value in extra if 0 <= value <= most)})
+
+
+def cap_point(spec: ModelSpec, limits: Limits) -> int | None:
+    """Where the grid has points on both sides of the cap on attended keys; None when it has none there."""
+    return spec.indexer.attended_cap_tokens if limits.axes.at_the_cap and spec.indexer else None
 
 
 def prefill_shot(category: Category, names: tuple[str, ...], chunk: int, context: int, regime: Regime) -> Shot:

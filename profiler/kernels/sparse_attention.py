@@ -8,7 +8,7 @@ from typing import Final
 from profiler.core.shots import Shot
 from profiler.core.types import Category, ModelSpec
 from profiler.kernels._axes import Limits
-from profiler.kernels._batches import decode_cells, decode_shot, prefill_cells, prefill_shot
+from profiler.kernels._batches import cap_point, decode_cells, decode_shot, prefill_cells, prefill_shot
 from profiler.kernels._components import names_of, sparse_regime
 from profiler.kernels._work import Work, queries, query_key_pairs
 from profiler.kernels.attention import UNITS as UNITS
@@ -26,9 +26,10 @@ def shots(spec: ModelSpec, limits: Limits) -> list[Shot]:
     names = names_of(spec, CATEGORY)
     if not names:
         return []
-    prefills = prefill_cells(limits, limits.longest)
+    cap = cap_point(spec, limits)
+    prefills = prefill_cells(limits, limits.longest, cap=cap)
     found = [prefill_shot(CATEGORY, names, chunk, context, sparse_regime(spec)) for chunk, context in prefills]
-    return found + [decode_shot(CATEGORY, names, requests, kv) for requests, kv in decode_cells(limits)]
+    return found + [decode_shot(CATEGORY, names, requests, kv) for requests, kv in decode_cells(limits, cap)]
 
 
 def work(spec: ModelSpec, name: str, key: tuple[int, ...], weights: str) -> Work | None:

@@ -61,7 +61,7 @@ def test_a_model_is_measured_and_its_bundle_read_back(
     assert printed.out.splitlines()[0] == str(tmp_path / "perf" / "CPU" / SMALL / "bf16")
     bundle = bundle_of(tmp_path)
     tables = {category: table for (_, category), table in bundle.tables.items()}
-    assert set(tables) == {"attention", "dense", "indexer", "moe", "per_sequence", "sparse_attention"}
+    assert set(tables) == {"attention", "dense", "indexer", "moe", "per_sequence", "skew", "sparse_attention"}
     for category, table in tables.items():
         assert f"tp1/{category}.csv: {len(table)} rows" in printed.out
     # 29 dense components at 4 token counts; 8 prefill and 8 decode cells of each kernel; two expert slices.

@@ -140,7 +140,7 @@ def test_shots_beyond_the_memory_are_left_out_and_recorded(root: Path, tmp_path:
     assert all(shot.kv_tokens <= 4_160 for shot in engines[0].ran)
     folder, _ = acquire.publish([run], target, the_job, tmp_path / "out")
     assert folder is not None
-    assert read_bundle(folder).meta["grid"]["tp1/indexer"]["left_out_for_memory"] == 2
+    assert read_bundle(folder).meta["grid"]["tp1/indexer"]["left_out"] == 2
 
 
 def test_an_interrupted_run_resumes_where_it_stopped(root: Path, tmp_path: Path, fake: Start) -> None:

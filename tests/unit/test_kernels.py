@@ -67,7 +67,7 @@ def test_shots_stay_within_the_limits_and_fill_each_cell_once(model: str) -> Non
     bound = limits(max_model_len=20_000, max_num_batched_tokens=3_000, max_num_seqs=96)
     categories = [c for c in category_modules() if components_of(spec, c)]  # type: ignore[arg-type]
     for category, shots in plan(spec, bound, categories).items():  # type: ignore[arg-type]
-        cells = [fill.key for shot in shots for fill in shot.fills]
+        cells = [(fill.key, name) for shot in shots for fill in shot.fills for name in fill.components]
         assert cells and len(set(cells)) == len(cells), category
         for shot in shots:
             assert shot.new_tokens <= 3_000 and len(shot.requests) <= 96

@@ -23,9 +23,10 @@ def test_a_model_is_measured_in_the_categories_that_it_runs() -> None:
         "indexer",
         "moe",
         "per_sequence",
+        "skew",
         "sparse_attention",
     )
-    assert choose_categories(LLAMA, None, 1) == ("attention", "dense", "per_sequence")
+    assert choose_categories(LLAMA, None, 1, skip_skew=True) == ("attention", "dense", "per_sequence")
     assert "moe" not in choose_categories(V32, None, 8)
 
 
@@ -45,8 +46,8 @@ def test_wrong_categories_are_refused(spec: object, asked: list[str], tp: int, m
 def test_merging_keeps_every_cell_and_runs_each_batch_once() -> None:
     shots = [s for found in plan(V32, LIMITS, choose_categories(V32, None, 1)).values() for s in found]
     merged = merge(shots)
-    cells = {(f.category, f.key) for s in shots for f in s.fills}
-    assert {(f.category, f.key) for s in merged for f in s.fills} == cells
+    cells = {(f.category, f.key, f.components) for s in shots for f in s.fills}
+    assert {(f.category, f.key, f.components) for s in merged for f in s.fills} == cells
     assert sum(len(s.fills) for s in merged) == len(cells)
     batches = [replace(s, fills=()) for s in merged]
     assert len(set(batches)) == len(batches) < len(shots)

@@ -82,7 +82,10 @@ def _mla_dense_prefill(bench: Bench, shot: Shot) -> Call:
     kv_b = bench.weight("kv_b_proj", heads, mla.qk_nope_head_dim + mla.v_head_dim, mla.kv_lora_rank)
     scale = (mla.qk_nope_head_dim + mla.qk_rope_head_dim) ** -0.5
     work = []
-    for new, context in shot.requests:
+    # Decode rows beside dense prefills take the sparse kernel.
+    decodes = shot.regime == "dense" and any(new > 1 for new, _ in shot.requests)
+    prefills = [(new, context) for new, context in shot.requests if new > 1 or not decodes]
+    for new, context in prefills:
         nope = bench.random(new, heads, mla.qk_nope_head_dim)
         rope = bench.random(new, heads, mla.qk_rope_head_dim)
         work.append((nope, rope, _latents(bench, new + context)))
