@@ -18,9 +18,11 @@ from profiler.core.types import Category, ModelSpec, Parallel
 from profiler.engines.base import Engine, EngineOptions, ShotResult, create_engine, find_binding
 from profiler.kernels._axes import Limits
 from profiler.kernels.moe import local_experts
+from profiler.recheck import suspects
 from profiler.samples import Run, append_result, plain_info, read_runs, start_run
 from profiler.sweep import batch_of, choose_categories, merge, plan, rank_spec, split_by_memory, split_by_prefills
-from profiler.tabulate import Acquired, bundle_meta, config_sha256, one_engine, tabulate, variant_name
+from profiler.tabulate import Acquired, bundle_meta, config_sha256, tabulate, variant_name
+from profiler.visits import one_engine
 
 SM90: Final = "sm90"
 
@@ -138,7 +140,7 @@ def measure(
         if new_in is not None:
             _refuse_existing(run, new_in)
         one_engine([*earlier, run])
-        _fill(run, job, engine, report, save_to, finished(earlier))
+        _fill(run, job, target.spec, engine, report, save_to, earlier)
         return run
     finally:
         engine.close()
@@ -178,26 +180,55 @@ def _refuse_existing(run: Run, root: Path) -> None:
         raise ConfigError(f"{folder}: has {', '.join(there)} already. --force replaces them.")
 
 
-def _fill(run: Run, job: Job, engine: Engine, report: Report, save_to: Path | None, done: set[Shot]) -> None:
-    """Runs every shot of `run` that is not done, keeping and saving each result as it comes."""
-    whole = run.info.whole_forward
+def _fill(
+    run: Run,
+    job: Job,
+    spec: ModelSpec,
+    engine: Engine,
+    report: Report,
+    save_to: Path | None,
+    earlier: Sequence[Run],
+) -> None:
+    """Runs every shot of `run` that is not done, keeping and saving each result as it comes.
+
+    Forward passes come first; those with a cell unlike its neighbours are then run a second time, and expert shots
+    last, since an engine may give them the memory of the caches.
+    """
+    whole, done = run.info.whole_forward, finished(earlier)
     todo = [index for index, shot in enumerate(run.shots) if batch_of(shot, whole) not in done]
     if save_to is not None:
         start_run(save_to, run)
-    count = len(run.shots) - len(todo)
-    report(count, len(run.shots), "")
-    for result in engine.run([run.shots[index] for index in todo], job.warmup, job.repeats):
-        own = _renumbered(result, todo[result.shot_index])
-        run.results[own.shot_index] = own
-        if save_to is not None:
-            append_result(save_to, own)
-        count += 1
-        report(count, len(run.shots), run.shots[own.shot_index].label)
+    total = len(run.shots)
+    count = total - len(todo)
+    report(count, total, "")
+
+    def take(indices: Sequence[int], again: bool) -> None:
+        nonlocal count, total
+        total += len(indices) if again else 0
+        for result in engine.run([run.shots[index] for index in indices], job.warmup, job.repeats):
+            index = indices[result.shot_index]
+            before = run.results.get(index) if again else None
+            own = _renumbered(result, index, job.repeats if before else 0)
+            run.results[index] = _joined(before, own)
+            if save_to is not None:
+                append_result(save_to, own)
+            count += 1
+            report(count, total, run.shots[index].label)
+
+    take([index for index in todo if run.shots[index].moe is None], again=False)
+    if any(run.results):
+        take(suspects([*earlier, run], spec, find_binding(run.info)), again=True)
+    take([index for index in todo if run.shots[index].moe is not None], again=False)
 
 
-def _renumbered(result: ShotResult, index: int) -> ShotResult:
-    samples = tuple(replace(sample, shot_index=index) for sample in result.samples)
+def _renumbered(result: ShotResult, index: int, first_repeat: int) -> ShotResult:
+    samples = tuple(replace(s, shot_index=index, repeat=s.repeat + first_repeat) for s in result.samples)
     return replace(result, shot_index=index, samples=samples)
+
+
+def _joined(before: ShotResult | None, own: ShotResult) -> ShotResult:
+    """Both measurements of a shot together; a failure of the second is one of the shot."""
+    return own if before is None else replace(own, samples=before.samples + own.samples)
 
 
 def finished(runs: Sequence[Run]) -> set[Shot]:

@@ -5,21 +5,24 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final
 
 from profiler.bind import Bound, Row, Unbound, bind, decode_threshold_tokens, selection_in_dense_prefill
 from profiler.card import CPU
 from profiler.core.bundle import SCHEMA_VERSION, Table, make_table
-from profiler.core.errors import AcquisitionError, ConfigError
+from profiler.core.errors import AcquisitionError
 from profiler.core.hardware import Hardware, load_hardware
-from profiler.core.shots import Fill, Key, Shot
+from profiler.core.shots import Key
 from profiler.core.tables import KEY_COLUMNS
 from profiler.core.types import Category, ModelSpec
 from profiler.core.units import MIB
-from profiler.engines.base import Binding, EngineInfo, ShotResult
+from profiler.engines.base import Binding, EngineInfo
+from profiler.quality import quality
+from profiler.recheck import check_outliers
 from profiler.samples import Run
-from profiler.sweep import batch_of, rank_spec, work_of
+from profiler.sweep import rank_spec, work_of
+from profiler.visits import kv_facts, latest, one_engine
 
 # Keys of a GPU description that change between two moments on the same card.
 _MOMENTARY: Final = ("pstate", "sm_clock_mhz", "memory_clock_mhz", "power_w", "temperature_c")
@@ -61,7 +64,8 @@ def tabulate(runs: Sequence[Run], spec: ModelSpec, binding: Binding, categories:
     nothing of this tp can be trusted. Raises ConfigError when the runs are not of one engine and layout.
     """
     info = one_engine(runs)
-    shots, results = _latest(runs)
+    measured = latest(runs)
+    shots, results = measured.shots, measured.results
     bound = bind(results.values(), shots, spec, info, binding)
     _refuse_material(bound)
     refused: dict[Category, list[str]] = defaultdict(list)
@@ -84,61 +88,23 @@ def tabulate(runs: Sequence[Run], spec: ModelSpec, binding: Binding, categories:
         for category in wanted
         if not refused[category]
     }
+    unlike = check_outliers(tables, measured, spec, info, binding)
+    if runs[-1].hardware != CPU:
+        # A processor shared with other work has such cells by itself.
+        for category, lines in unlike.refused.items():
+            refused[category] += lines
+            del tables[category]
     reasons = {category: tuple(lines) for category, lines in refused.items() if lines and category in wanted}
     grid = _grid(runs, tables, bound, reasons)
+    for category, table in tables.items():
+        own = quality(table, spec) | ({"confirmed": found} if (found := unlike.confirmed.get(category)) else {})
+        grid[f"tp{runs[-1].tp}/{category}"]["quality"] = own
     if "attention" in tables and any(shot.regime == "dense" for shot in shots):
         grid[f"tp{runs[-1].tp}/attention"]["dense_prefill"] = {
             "longer_than_tokens": decode_threshold_tokens(info),
             "selects": selection_in_dense_prefill(results.values(), shots, spec, info, binding),
         }
     return Acquired(runs[-1].tp, tables, reasons, bound.unbound, bound.bound_share, grid)
-
-
-def one_engine(runs: Sequence[Run]) -> EngineInfo:
-    """What the runs have in common. Raises ConfigError when they were not measured alike."""
-    first = runs[0]
-    for run in runs[1:]:
-        for what, a, b in (
-            ("engine", first.info.name, run.info.name),
-            ("versions", dict(first.info.versions), dict(run.info.versions)),
-            ("card", first.info.gpu.get("name"), run.info.gpu.get("name")),
-            ("KV layout", _kv(first.info), _kv(run.info)),
-            ("weights", first.info.weights, run.info.weights),
-            ("layers", first.info.layer_kinds, run.info.layer_kinds),
-            ("protocol", dict(first.protocol), dict(run.protocol)),
-            ("model configuration", first.model_config_sha256, run.model_config_sha256),
-        ):
-            if a != b:
-                raise ConfigError(f"samples of tp {first.tp} are of two kinds: {what} {a!r} and {b!r}")
-    return runs[-1].info
-
-
-def _latest(runs: Sequence[Run]) -> tuple[list[Shot], dict[int, ShotResult]]:
-    """The shots of the last run, then others' that it does not plan, and a result for each that has one.
-
-    Runs of one batch are one shot that fills the cells of all of them, as the last run that plans a cell names it.
-    """
-    cells: dict[Shot, dict[tuple[Category, Key], Fill]] = {}
-    measured = {_batch(run, run.shots[own]) for run in runs for own in run.results}
-    for run in reversed(runs):
-        for shot in run.shots:
-            batch = _batch(run, shot)
-            if batch in measured or shot not in runs[-1].left_out:
-                own_cells = cells.setdefault(batch, {})
-                for fill in shot.fills:
-                    own_cells.setdefault((fill.category, fill.key), fill)
-    index_of = {batch: index for index, batch in enumerate(cells)}
-    results: dict[int, ShotResult] = {}
-    for run in runs:
-        for own, result in run.results.items():
-            index = index_of[_batch(run, run.shots[own])]
-            if result.failure is None or index not in results:
-                results[index] = replace(result, shot_index=index)
-    return [replace(batch, fills=tuple(fills.values())) for batch, fills in cells.items()], results
-
-
-def _batch(run: Run, shot: Shot) -> Shot:
-    return batch_of(shot, run.info.whole_forward)
 
 
 def _refuse_material(bound: Bound) -> None:
@@ -197,11 +163,6 @@ def least_us(spec: ModelSpec, row: Row, weights: str, hardware: Hardware) -> flo
     return max(compute, memory)
 
 
-def _kv(info: EngineInfo) -> dict[str, Any]:
-    """What serving must agree with: the number of tokens that fitted is a fact of one run only."""
-    return {key: value for key, value in info.kv.items() if key != "tokens"}
-
-
 def _grid(
     runs: Sequence[Run], tables: Mapping[Category, Table], bound: Bound, refused: Mapping[Category, tuple[str, ...]]
 ) -> dict[str, Any]:
@@ -251,7 +212,7 @@ def bundle_meta(runs: Sequence[Run], spec: ModelSpec, acquired: Acquired, bindin
         "model_config_sha256": run.model_config_sha256,
         "variant": variant_name(info.weights, str(info.kv["layout"])),
         "weights": info.weights,
-        "kv": _kv(info),
+        "kv": kv_facts(info),
         "contract": "serving",
         "attended_cap_tokens": spec.indexer.attended_cap_tokens if spec.indexer else None,
         "protocol": dict(run.protocol),

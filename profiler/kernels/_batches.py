@@ -8,16 +8,16 @@ from profiler.kernels._axes import Limits
 
 
 def prefill_cells(
-    limits: Limits, longest: int, to_the_end: bool = False, cap: int | None = None
+    limits: Limits, longest: int, to_the_end: bool = False, cap: int | None = None, also: tuple[int, ...] = ()
 ) -> Iterator[tuple[int, int]]:
     """(chunk, context) pairs whose total is at most `longest` tokens.
 
     to_the_end: every chunk also has the context with which it ends at `longest`, whatever the grid. cap: every chunk
-    also has the contexts with which it ends and begins there, None for no such point.
+    also has the contexts with which it ends and begins there, None for no such point. also: further contexts.
     """
     for chunk in limits.up_to(limits.axes.chunk_tokens, min(limits.max_num_batched_tokens, longest)):
         contexts = limits.up_to(limits.axes.context_tokens, longest - chunk)
-        extra = [longest - chunk] if to_the_end else []
+        extra = [*also, longest - chunk] if to_the_end else [*also]
         extra += [cap - chunk, cap] if cap is not None else []
         yield from ((chunk, context) for context in _with(contexts, extra, longest - chunk))
 

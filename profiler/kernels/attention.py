@@ -39,7 +39,9 @@ def shots(spec: ModelSpec, limits: Limits) -> list[Shot]:
         found += [decode_shot(CATEGORY, always, requests, kv) for requests, kv in decode_cells(limits)]
     if short and spec.indexer is not None:
         # The regime ends at the top-k, so its table does too: no row beyond it would be of this kernel.
-        cells = prefill_cells(limits, min(limits.longest, spec.indexer.attended_cap_tokens), to_the_end=True)
+        also = (1, 256) if limits.axes.at_the_cap else ()
+        longest = min(limits.longest, spec.indexer.attended_cap_tokens)
+        cells = prefill_cells(limits, longest, to_the_end=True, also=also)
         found += [prefill_shot(CATEGORY, short, chunk, context, "dense") for chunk, context in cells]
     return found
 

@@ -1,0 +1,28 @@
+"""Where along an axis a kernel changes its way of working, so that no interpolation may lead across."""
+
+from profiler.core.types import ModelSpec
+
+# Kernels whose work begins, or ends growing, where a query sees more keys than it attends.
+_AT_THE_CAP = frozenset({"index_topk", "block_topk", "sparse_mla", "sparse_gqa"})
+_INDEXER = frozenset({"index_scores", "index_topk"})
+
+
+def breaks(spec: ModelSpec, name: str, axis: str, other: int) -> tuple[int, ...]:
+    """Last coordinates before each change, ascending: the kernel at b works otherwise than that at b + 1.
+
+    axis: the key column along which; other: the coordinate on the other axis of the same plane (chunk x context,
+    requests x keys).
+    """
+    cap = spec.indexer.attended_cap_tokens if spec.indexer else 0
+    if axis == "prefill_chunk_tokens" and name in _INDEXER:
+        return (1,)  # one new token is a decode, two are a prefill
+    if axis == "prefill_context_tokens" and name == "mla_dense_prefill":
+        return (0,)  # a context is gathered, expanded and attended by a pass of its own
+    if name not in _AT_THE_CAP:
+        return ()
+    if axis == "decode_kv_tokens":
+        return (cap,)
+    if axis == "prefill_context_tokens":
+        # From the chunk that ends at the cap to the one that begins there, more and more of its queries select.
+        return (cap - other, cap) if other < cap else (cap,)
+    return ()

@@ -1,0 +1,206 @@
+"""How good a table is: repeat spread, error of interpolation, order along the keys, cells unlike their neighbours.
+
+Everything here is computed from a table alone, so it says the same of a bundle read back as of one just measured.
+
+Leave-one-out: each inner point of a row is predicted from its two neighbours along that axis by the straight line that
+lookups use, and compared with what was measured. Neighbours are twice as far apart there as in a lookup, so the error
+is an upper bound of the error between points where time is smooth (a quarter of it for a constant curvature).
+
+Where a kernel changes its way of working (`profiler.kernels._breaks`) no line leads across, and none is judged.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Final
+
+from profiler.core.bundle import Table
+from profiler.core.tables import KEY_COLUMNS
+from profiler.core.types import ModelSpec
+from profiler.kernels._breaks import breaks
+from profiler.kernels._components import ATTENTION_LIKE
+from profiler.timing import percentile
+
+# Below this a cell is a few launches of the shortest kernels, and its spread that of the clock.
+JUDGED_FROM_US: Final = 20.0
+# A cell this many times its neighbours' value is taken for a mistake until a second measurement says the same.
+OUTLIER_FACTOR: Final = 2.0
+# A second measurement confirms a cell when both agree within this share.
+AGREEMENT: Final = 0.25
+# Two points one token apart are two kernels when the second is this much faster, or slower than work that grows with
+# the square of the coordinate would be.
+STEP: Final = 1.1
+# Shorter with more keys counts when it is beyond the spread that repeats may have.
+ORDER_TOLERANCE: Final = 0.03
+
+_PREFILL_AXES: Final = ("prefill_chunk_tokens", "prefill_context_tokens")
+_DECODE_AXES: Final = ("decode_requests", "decode_kv_tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One cell on a line: its coordinate along the line's axis, microseconds, spread and row number in the table."""
+
+    at: float
+    time_us: float
+    spread_rel: float
+    row: int
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """The cells of one kernel along one axis, all other coordinates equal, ascending.
+
+    breaks: coordinates behind which the kernel works otherwise.
+    """
+
+    kernel: str
+    axis: str
+    other: float
+    points: tuple[Point, ...]
+    breaks: tuple[int, ...]
+
+    def crosses(self, low: float, high: float) -> bool:
+        """Whether the kernel changes between two coordinates: at a known place, or by a step within one token."""
+        return any(low <= at < high for at in self.breaks) or any(
+            low <= a.at and b.at <= high and _steps(a, b) for a, b in pairwise(self.points)
+        )
+
+
+def _steps(low: Point, high: Point) -> bool:
+    ratio = high.time_us / low.time_us
+    return high.at - low.at == 1.0 and not 1 / STEP <= ratio <= STEP * (high.at / max(low.at, 1.0)) ** 2
+
+
+def lines(table: Table, spec: ModelSpec) -> Iterator[Line]:
+    """Every line of a table along each of its axes. Tables of experts and of unequal batches have none."""
+    if table.category in ("moe", "skew"):
+        return
+    columns = table.columns
+    names = [str(name) for name in columns[KEY_COLUMNS[table.category][0]]]
+    if table.category not in ATTENTION_LIKE:
+        axis = KEY_COLUMNS[table.category][1]
+        yield from _along(table, spec, axis, None, range(len(names)), names)
+        return
+    chunks, requests = columns["prefill_chunk_tokens"], columns["decode_requests"]
+    for axes, rows in (
+        (_PREFILL_AXES, [i for i in range(len(names)) if chunks[i] and not requests[i]]),
+        (_DECODE_AXES, [i for i in range(len(names)) if requests[i] and not chunks[i]]),
+    ):
+        for axis, other in (axes, axes[::-1]):
+            yield from _along(table, spec, axis, other, rows, names)
+
+
+def _along(
+    table: Table, spec: ModelSpec, axis: str, other: str | None, rows: Iterable[int], names: Sequence[str]
+) -> Iterator[Line]:
+    times, spreads = table.columns["time_us"], table.columns["spread_rel"]
+    found: dict[tuple[str, float], list[Point]] = defaultdict(list)
+    for row in rows:
+        beside = float(table.columns[other][row]) if other else 0.0
+        at = float(table.columns[axis][row])
+        found[names[row], beside].append(Point(at, float(times[row]), float(spreads[row]), row))
+    for (name, beside), points in found.items():
+        ordered = tuple(sorted(points, key=lambda point: point.at))
+        yield Line(name, axis, beside, ordered, breaks(spec, name, axis, int(beside)))
+
+
+def _inner(line: Line) -> Iterator[tuple[Point, Point, Point]]:
+    """Points between two neighbours with no change of kernel among the three."""
+    for low, point, high in zip(line.points, line.points[1:], line.points[2:], strict=False):
+        if not line.crosses(low.at, high.at):
+            yield low, point, high
+
+
+def leave_one_out(line: Line) -> list[float]:
+    """Relative errors of the straight line between neighbours at each inner point."""
+    errors = []
+    for low, point, high in _inner(line):
+        share = (point.at - low.at) / (high.at - low.at)
+        predicted = low.time_us + (high.time_us - low.time_us) * share
+        errors.append(abs(predicted - point.time_us) / point.time_us)
+    return errors
+
+
+def _off(line: Line) -> Iterator[tuple[Point, bool]]:
+    """(inner point, whether it is more than OUTLIER_FACTOR off the log-log line of its neighbours)."""
+    for low, point, high in _inner(line):
+        # One is added so that an axis that begins at zero has a logarithm.
+        share = math.log((point.at + 1) / (low.at + 1)) / math.log((high.at + 1) / (low.at + 1))
+        predicted = math.exp(math.log(low.time_us) + math.log(high.time_us / low.time_us) * share)
+        yield point, not 1 / OUTLIER_FACTOR <= point.time_us / predicted <= OUTLIER_FACTOR
+
+
+def outliers(table: Table, spec: ModelSpec) -> tuple[int, ...]:
+    """Row numbers of cells that are unlike their neighbours along every axis on which they have two."""
+    votes: dict[int, list[bool]] = defaultdict(list)
+    for line in lines(table, spec):
+        for point, off in _off(line):
+            votes[point.row].append(off)
+    return tuple(sorted(row for row, found in votes.items() if all(found)))
+
+
+def disorder(line: Line) -> tuple[int, int]:
+    """(neighbouring pairs in which more keys take less time, pairs) of a line along the keys."""
+    wrong = pairs = 0
+    for low, high in pairwise(line.points):
+        if line.crosses(low.at, high.at):
+            continue
+        pairs += 1
+        spreads = [point.spread_rel for point in (low, high) if math.isfinite(point.spread_rel)]
+        wrong += high.time_us < low.time_us * (1 - max(ORDER_TOLERANCE, *spreads, 0.0))
+    return wrong, pairs
+
+
+def open_changes(line: Line) -> int:
+    """Changes of kernel that lie between two points further apart than one token, so that a lookup leads across."""
+    gaps = [(low.at, high.at) for low, high in pairwise(line.points) if high.at > low.at + 1]
+    return sum(any(low <= at < high for low, high in gaps) for at in line.breaks)
+
+
+def quality(table: Table, spec: ModelSpec) -> dict[str, Any]:
+    """What meta.yaml keeps of a table. Shares are relative; a figure without any value behind it is left out.
+
+    spread: p50 and p90 over the cells of JUDGED_FROM_US and more. leave_one_out: p50, p90 and number of errors, over
+    all axes and for each. disorder: pairs in which more keys take less time, and all pairs. outliers: cells unlike
+    their neighbours. open_changes: kernel changes without a point on both sides, per kernel and axis.
+    """
+    times, spreads = table.columns["time_us"], table.columns["spread_rel"]
+    judged = [
+        float(spread)
+        for time, spread in zip(times, spreads, strict=True)
+        if float(time) >= JUDGED_FROM_US and math.isfinite(float(spread))
+    ]
+    found: dict[str, Any] = {}
+    if judged:
+        found["spread_from_20_us"] = _percentiles(judged)
+    errors: dict[str, list[float]] = defaultdict(list)
+    wrong = pairs = 0
+    open_at: dict[str, int] = defaultdict(int)
+    for line in lines(table, spec):
+        errors[line.axis] += leave_one_out(line)
+        if line.axis in (_PREFILL_AXES[1], _DECODE_AXES[1]):
+            wrong, pairs = (a + b for a, b in zip((wrong, pairs), disorder(line), strict=True))
+        if changes := open_changes(line):
+            open_at[f"{line.kernel} {line.axis}"] += changes
+    together = [error for one in errors.values() for error in one]
+    if together:
+        found["leave_one_out"] = _percentiles(together) | {
+            axis: _percentiles(one) for axis, one in errors.items() if one
+        }
+    if pairs:
+        found["disorder"] = {"pairs": pairs, "wrong": wrong}
+    found["outliers"] = len(outliers(table, spec))
+    if open_at:
+        found["open_changes"] = dict(open_at)
+    return found
+
+
+def _percentiles(values: Sequence[float]) -> dict[str, Any]:
+    return {
+        "p50": round(percentile(values, 50), 4),
+        "p90": round(percentile(values, 90), 4),
+        "cells": len(values),
+    }
