@@ -20,6 +20,7 @@ from profiler.kernels._axes import Limits
 from profiler.kernels.moe import local_experts
 from profiler.recheck import suspects
 from profiler.samples import Run, append_result, plain_info, read_runs, start_run
+from profiler.skew import fit_skew
 from profiler.sweep import batch_of, choose_categories, merge, plan, rank_spec, split_by_memory, split_by_prefills
 from profiler.tabulate import Acquired, bundle_meta, config_sha256, tabulate, variant_name
 from profiler.visits import one_engine
@@ -274,14 +275,22 @@ def publish(
     binding = find_binding(runs[-1].info)
     acquired = tabulate(runs, target.spec, binding, job.categories)
     folder = bundle_folder(out_root, runs[-1])
-    there = read_bundle(folder).tables if (folder / "meta.yaml").exists() else {}
+    bundle = read_bundle(folder) if (folder / "meta.yaml").exists() else None
+    there = bundle.tables if bundle else {}
     tables = {
         (tp, category): table
         for category, table in acquired.tables.items()
         if (tp, category) not in there or table_text(there[tp, category]) != table_text(table)
     }
     if tables:
-        write_bundle(out_root, bundle_meta(runs, target.spec, acquired, binding), tables, force)
+        own = {category: table for (at, category), table in there.items() if at == tp} | dict(acquired.tables)
+        fitted = fit_skew(own, target.spec) if "skew" in own else None
+        if fitted:
+            name = f"tp{tp}/skew"
+            entry = acquired.grid.get(name) or (bundle.meta["grid"].get(name) if bundle else None) or {}
+            acquired = replace(acquired, grid={**acquired.grid, name: {**entry, "fit": fitted.report}})
+        fits = {tp: fitted.fits} if fitted else {}
+        write_bundle(out_root, bundle_meta(runs, target.spec, acquired, binding), tables, force, fits)
     return (folder if acquired.tables else None), acquired
 
 

@@ -1,7 +1,7 @@
 """`python -m profiler profile`: measure a model's kernels and write a bundle of tables."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -208,6 +208,17 @@ def _print_plan(job: "Job", target: "Target") -> None:
     click.echo(f"each {job.warmup} times for warm-up and {job.repeats} times timed")
 
 
+def _skew_lines(fit: Mapping[str, Any]) -> "Iterator[str]":
+    """Per kernel and kind of unequal batch: the error of each form on batches that were not fitted."""
+    for kernel, kinds in fit.items():
+        for kind, report in kinds.items():
+            forms = {form: found for form, found in report.items() if isinstance(found, Mapping)}
+            errors = "; ".join(
+                f"{form} p50 {e['p50']:.1%} p90 {e['p90']:.1%} p99 {e['p99']:.1%}" for form, e in forms.items()
+            )
+            yield f"unequal batches, {kernel}, {kind}: {report['batches']} not fitted: {errors or 'none in the table'}"
+
+
 def _print_tables(bundle: Path | None, acquired: "Acquired") -> None:
     from profiler.timing import percentile
 
@@ -221,6 +232,8 @@ def _print_tables(bundle: Path | None, acquired: "Acquired") -> None:
             f"  tp{acquired.tp}/{category}.csv: {len(table)} rows of {', '.join(table.names[:4])}"
             f"{', ...' if len(table.names) > 4 else ''}; {min(times):.2f} to {max(times):.2f} us; {spread}".rstrip("; ")
         )
+    for line in _skew_lines(acquired.grid.get(f"tp{acquired.tp}/skew", {}).get("fit", {})):
+        click.echo(f"  {line}")
     if acquired.unbound:
         click.echo(
             f"  {1 - acquired.bound_share:.2%} of kernel time at most, in {len(acquired.unbound)} kernels, "

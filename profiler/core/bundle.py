@@ -14,16 +14,19 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import yaml
 
 from profiler.core.errors import ConfigError, ContractError, CoverageError, unknown
 from profiler.core.load import read_mapping, read_text, sha256_of
+from profiler.core.skew_fit import FILE as FIT_FILE
+from profiler.core.skew_fit import SkewFit, by_kernel, fit_text, read_fits
 from profiler.core.tables import COST_COLUMNS, KEY_COLUMNS, columns
 from profiler.core.types import Category
 
@@ -45,6 +48,7 @@ _TEXT_COLUMNS = ("layer", "kernel", "prefills", "decodes", "use")
 _REAL_COLUMNS = ("activated_experts", "local_pairs")
 
 Value = str | int | float
+_Rows = TypeVar("_Rows", bound=Sized)
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,13 +229,15 @@ def write_bundle(
     meta: Mapping[str, Any],
     tables: Mapping[tuple[int, Category], Table],
     force: bool = False,
+    skew_fits: Mapping[int, Sequence[SkewFit]] | None = None,
 ) -> Path:
     """Writes `<root>/<hardware>/<model>/<variant>` and returns that folder.
 
     `meta` holds REQUIRED_META (and what else the writer wants to tell); `files` is filled in here. Where the bundle
     exists already, the new tables are added to it when its meta agrees in everything but grid, time and command. A
     table that exists, or a meta that disagrees, is refused with ConfigError unless `force` is given: then the table is
-    replaced, or the whole bundle is written anew when the meta disagrees.
+    replaced, or the whole bundle is written anew when the meta disagrees. skew_fits: per tp, the corrections for
+    unequal batches; they replace those that the bundle has for that tp.
     """
     check_meta(meta, "new bundle")
     if not tables:
@@ -241,11 +247,13 @@ def write_bundle(
     if not target.exists() and aside.is_dir():
         aside.rename(target)
     merged_meta, merged = dict(meta), dict(tables)
+    fits = dict(skew_fits or {})
     kept_files: dict[str, Any] = {}
     if target.exists():
-        kept_files, kept, kept_grid = _kept(target, meta, tables, force)
+        kept_files, kept, kept_grid, kept_fits = _kept(target, meta, tables, force)
         merged = {**kept, **merged}
         merged_meta["grid"] = {**kept_grid, **meta["grid"]}
+        fits = {**kept_fits, **fits}
     target.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp"))
     try:
@@ -257,6 +265,11 @@ def write_bundle(
             own = {"sha256": sha256_of(folder / name), "rows": len(table)}
             when = {"measured_at": meta["measured_at"], "command": meta["command"]}
             files[name] = own | (when if (tp, category) in tables else kept_files[name])
+        for tp, own_fits in sorted(fits.items()):
+            if (tp, "skew") in merged:
+                name = f"tp{tp}/{FIT_FILE}"
+                _write(folder / name, fit_text(own_fits))
+                files[name] = {"sha256": sha256_of(folder / name), "rows": len(own_fits)}
         merged_meta["files"] = files
         _write(
             folder / "meta.yaml", yaml.safe_dump(_plain(merged_meta), sort_keys=False, allow_unicode=True, width=120)
@@ -270,11 +283,11 @@ def write_bundle(
 
 def _kept(
     target: Path, meta: Mapping[str, Any], tables: Mapping[tuple[int, Category], Table], force: bool
-) -> tuple[dict[str, Any], dict[tuple[int, Category], Table], dict[str, Any]]:
+) -> tuple[dict[str, Any], dict[tuple[int, Category], Table], dict[str, Any], dict[int, Sequence[SkewFit]]]:
     old = read_bundle(target)
     disagree = [key for key in REQUIRED_META if key not in _PER_ACQUISITION and old.meta.get(key) != _plain(meta[key])]
     if disagree and force:
-        return {}, {}, {}
+        return {}, {}, {}, {}
     if disagree:
         lines = "; ".join(f"{key}: {old.meta.get(key)!r} there, {meta[key]!r} now" for key in disagree)
         raise ConfigError(f"{target}: exists with other settings ({lines}). --force writes it anew.")
@@ -285,7 +298,11 @@ def _kept(
         name: {key: entry[key] for key in ("measured_at", "command") if key in entry}
         for name, entry in old.meta["files"].items()
     }
-    return stamps, dict(old.tables), dict(old.meta["grid"])
+    fits: dict[int, Sequence[SkewFit]] = {}
+    for tp in old.tps:
+        if (tp, "skew") in old.tables and (path := target / f"tp{tp}/{FIT_FILE}").is_file():
+            fits[tp] = read_fits(path)
+    return stamps, dict(old.tables), dict(old.meta["grid"]), fits
 
 
 def _write(path: Path, text: str) -> None:
@@ -351,12 +368,23 @@ def read_bundle(path: Path, tps: Collection[int] | None = None) -> Bundle:
     if not isinstance(meta.get("files"), Mapping) or not meta["files"]:
         raise ConfigError(f"{meta_path}: lists no files")
     tables = {}
+    fits: dict[int, tuple[SkewFit, ...]] = {}
     for name, entry in meta["files"].items():
+        if (fit_tp := _tp_of_fits(str(name))) is not None:
+            if tps is None or fit_tp in tps:
+                fits[fit_tp] = _checked(folder / name, entry, meta_path, read_fits)
+            continue
         tp, category = _parse_table_path(str(name), meta_path)
         if tps is not None and tp not in tps:
             continue
-        tables[tp, category] = _checked_table(folder / name, category, entry, meta_path)
-    return Bundle(path, MappingProxyType(meta), MappingProxyType(tables))
+        tables[tp, category] = _checked(folder / name, entry, meta_path, partial(read_table, category=category))
+    return Bundle(path, MappingProxyType(meta), MappingProxyType(tables), MappingProxyType(by_kernel(fits)))
+
+
+def _tp_of_fits(name: str) -> int | None:
+    folder, _, file = name.partition("/")
+    tp = folder.removeprefix("tp")
+    return int(tp) if file == FIT_FILE and tp.isdecimal() and name == f"tp{int(tp)}/{FIT_FILE}" else None
 
 
 def _parse_table_path(name: str, meta_path: Path) -> tuple[int, Category]:
@@ -367,22 +395,22 @@ def _parse_table_path(name: str, meta_path: Path) -> tuple[int, Category]:
     raise ConfigError(f"{meta_path}: files names {name!r}; tables are tp<N>/<category>.csv of {', '.join(CATEGORIES)}")
 
 
-def _checked_table(path: Path, category: Category, entry: Any, meta_path: Path) -> Table:
+def _checked(path: Path, entry: Any, meta_path: Path, read: Callable[[Path], _Rows]) -> _Rows:
+    """What a listed file holds, once its contents are those that meta.yaml records."""
     if not isinstance(entry, Mapping) or not {"sha256", "rows"} <= entry.keys():
         raise ConfigError(f"{meta_path}: files must give sha256 and rows of {path.name}")
     if not path.is_file():
         raise ContractError(f"{path}: listed in meta.yaml but missing")
+    # A malformed file is named by its line first; one that still parses was edited.
+    rows = read(path)
     if sha256_of(path) != entry["sha256"]:
-        # A malformed file is named by its line; one that still parses was edited.
-        table = read_table(path, category)
         raise ContractError(
-            f"{path}: its contents differ from the sha256 in meta.yaml ({len(table)} rows, {entry['rows']} recorded): "
+            f"{path}: its contents differ from the sha256 in meta.yaml ({len(rows)} rows, {entry['rows']} recorded): "
             "it was truncated or edited. Measure it again, or restore the file."
         )
-    table = read_table(path, category)
-    if len(table) != entry["rows"]:
-        raise ContractError(f"{path}: {len(table)} rows, meta.yaml records {entry['rows']}")
-    return table
+    if len(rows) != entry["rows"]:
+        raise ContractError(f"{path}: {len(rows)} rows, meta.yaml records {entry['rows']}")
+    return rows
 
 
 def variants(root: Path, hardware: str, model: str) -> tuple[str, ...]:
