@@ -82,14 +82,19 @@ def test_sparse_mla(heads: int, splits: int, with_sink: bool, holes: bool) -> No
 @pytest.mark.parametrize("queries", [3, 300])
 @pytest.mark.parametrize("heads", [128, 16])
 def test_packed_rows(queries: int, heads: int) -> None:
+    from profiler.ops.triton.mla import attend_picked_kernel
+
     latents = torch.randn(6000, 576)
     rows = quantize_mla_rows(latents)
     q, indices, sink = torch.randn(queries, heads, 576).bfloat16(), _picks(queries, 2048, 0, 6000), torch.randn(heads)
     wide = dequantize_mla_rows(rows, torch.float64)
     expected = attend_picked(q.double(), wide, indices, 512, scale=0.05, sink=sink, backend="naive")
     # Three queries read the packed rows themselves; three hundred have them widened once.
-    got = attend_picked(q, rows, indices, 512, scale=0.05, kv_format=PACKED, sink=sink)
-    assert _error(got, expected) < 8e-3
+    for launch in ({}, {"block": 32}):
+        for splits in (None, 1, 4):
+            got = attend_picked_kernel(q, rows, indices, 512, 0.05, PACKED, sink, splits=splits, **launch)
+            assert _error(got, expected) < 8e-3, (launch, splits)
+            assert not got[-1].any()
 
 
 def test_raw_fp8_rows() -> None:

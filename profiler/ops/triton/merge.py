@@ -7,8 +7,7 @@ import triton
 import triton.language as tl
 
 LOG2E = 1.4426950408889634
-# Splits share a query out until about one program per multiprocessor of an H200 is at work.
-_TARGET_PROGRAMS = 132
+_MULTIPROCESSORS = 132
 # Stands for minus infinity in a running maximum: differences with it stay finite.
 _LOWEST = tl.constexpr(-1.0e30)
 
@@ -61,9 +60,12 @@ def _merge_kernel(
     finish(acc, total, top, sink, out_at, (value < V_DIM)[None, :], HAS_SINK, scale_log2)
 
 
-def split_count(programs: int, picks: int, block: int) -> int:
-    """A power of two of splits that brings a grid near one program per multiprocessor, two tiles a split at least."""
-    wanted = _TARGET_PROGRAMS // max(1, programs)
+def split_count(programs: int, picks: int, block: int, resident: int = 1) -> int:
+    """A power of two of splits that brings a grid near `resident` programs per multiprocessor of an H200.
+
+    A split keeps two tiles of `block` picks at least.
+    """
+    wanted = _MULTIPROCESSORS * resident // max(1, programs)
     most = max(1, picks // (2 * block))
     return 1 << max(0, min(wanted, most).bit_length() - 1)
 

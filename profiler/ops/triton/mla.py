@@ -227,8 +227,8 @@ def _widen_kernel(codes, scales, ropes, out, count, ROWS: tl.constexpr, ROW: tl.
     tl.store(out + row[:, None] * 576 + 512 + rope[None, :], tail, mask=real)
 
 
-def hopper_fits(q: torch.Tensor, rows: torch.Tensor, v_dim: int) -> bool:
-    """Whether `mla_hopper` takes the call: bf16, 576 and 512 features, more than 16 heads, on SM90.
+def hopper_fits(q: torch.Tensor, rows: torch.Tensor, v_dim: int, packed: bool) -> bool:
+    """Whether `mla_hopper` takes the call: bf16 or packed rows of 576 features, more than 16 heads, on SM90.
 
     Fewer heads stay here, where the products then have 16 rows instead of 64. Gluon's interface is that of Triton 3.6.
     """
@@ -236,7 +236,8 @@ def hopper_fits(q: torch.Tensor, rows: torch.Tensor, v_dim: int) -> bool:
         q.is_cuda
         and triton.__version__.startswith("3.6.")
         and torch.cuda.get_device_capability(q.device) == (9, 0)
-        and q.dtype == rows.dtype == torch.bfloat16
+        and q.dtype == torch.bfloat16
+        and (packed or rows.dtype == torch.bfloat16)
         and q.shape[1] > 16
         and q.shape[2] == MLA_DIM
         and v_dim == LATENT_DIM
@@ -288,18 +289,19 @@ def attend_picked_kernel(
     ):
         rows, packed = widen_rows_kernel(rows), False
     launch_chosen = heads_per_program or block or warps or stages
-    if not packed and not launch_chosen and hopper_fits(q, rows, v_dim):
+    if not launch_chosen and hopper_fits(q, rows, v_dim, packed):
         from profiler.ops.triton.mla_hopper import attend_picked_hopper
 
         return attend_picked_hopper(q, rows, indices, scale, sink, splits=splits)
     tile_heads = heads_per_program or max(16, min(64, triton.next_power_of_2(heads)))
     head_blocks = triton.cdiv(heads, tile_heads)
     exact = torch.float32 in (q.dtype, rows.dtype) or torch.float64 in (q.dtype, rows.dtype)
-    block = block or (32 if exact else 64)
-    if splits is None:
-        splits = split_count(queries * head_blocks, picks, block)
     wide_head = tile_heads >= 64
-    launch = {"num_warps": warps or (8 if wide_head else 4), "num_stages": stages or 2}
+    block = block or (32 if exact or packed else 64)
+    if splits is None:
+        # Two of the smaller programs fit a multiprocessor.
+        splits = split_count(queries * head_blocks, picks, block, 1 if wide_head else 2)
+    launch = {"num_warps": warps or (8 if wide_head else 4), "num_stages": stages or (3 if packed else 2)}
     parts, tops, totals = out, out, out
     if splits > 1:
         parts = torch.empty(queries, splits, heads, v_dim, dtype=torch.float32, device=q.device)
