@@ -107,6 +107,9 @@ class Bundle:
             f"python -m profiler profile {self.meta['model']} --hardware {self.meta['hardware']} --tp {tp} "
             f"--categories {category}"
         )
+        layout = self.meta["kv"]["layout"]
+        if str(self.meta["variant"]).endswith(f"-kv{layout}"):
+            command += f" --kv-cache-dtype {layout}"
         return f"{command} {extra}".rstrip()
 
 
