@@ -1,6 +1,7 @@
 """The DSA manager on both key stores: mixed steps, shared layers, fixed shapes, and what it refuses."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -321,3 +322,9 @@ def test_paged_store_refuses_slots_that_do_not_exist_and_drops_padding() -> None
         store.layer(1)
     with pytest.raises(ValueError, match="index_dim"):
         PagedIndexKeyStore((0,), 2, PAGE, "cpu", index_dim=64)
+
+
+def test_the_example_of_the_reference_runs() -> None:
+    text = (Path(__file__).resolve().parents[2] / "docs" / "reference" / "ops.md").read_text(encoding="utf-8")
+    example = text.split("```python\n")[1].split("```")[0]
+    exec(compile(example, "ops.md", "exec"), {})

@@ -4,7 +4,7 @@
 
 A program of two warpgroups takes one query, 64 heads and one split of the picks, 64 picks at a time. Each warpgroup
 computes half of the logits' columns and half of the output's; Triton's own pipeliner would compute the logits in both.
-The copies of the next tile start with a tile's first product and have the whole turn to arrive, where Triton's pipeliner
+The copies of the next tile start with a tile's first product and have the whole turn to arrive; Triton's pipeliner
 would start them after the softmax. bf16 rows have two buffers, which the products read as they are; packed rows arrive
 in one buffer of codes and are widened into one bf16 tile at the start of a turn. Per tile of 64 picks the tensor cores
 need 1,152 + 1,024 cycles; the logits' left operand in shared memory makes the first part about 1,730.
