@@ -68,7 +68,7 @@ def replay(
         router=cluster.router,
         trace=trace,
         records=tuple(log.records[index] for index in range(len(trace.requests))),
-        gaps_ns=log.gaps_ns,
+        gaps_ns=log.gaps(),
         deployments=tuple(one.deployment for one in deployed),
         steps=sum(group.steps for group in groups),
         extrapolated_lookups=sum(one.cost.extrapolated.total() for one in deployed),
@@ -101,6 +101,6 @@ def _requests(trace: Trace, deployed: list[Deployed]) -> list[Request]:
             )
         keys = block_keys(trace.requests, sizes.pop())
     return [
-        Request(index, row.arrival_ns, row.prompt_tokens, row.output_tokens, keys[index])
+        Request(index, row.arrival_ns, row.prompt_tokens, row.output_tokens, keys[index], row.priority)
         for index, row in enumerate(trace.requests)
     ]

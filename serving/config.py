@@ -13,7 +13,7 @@ Every key that a file may have is a field of a class here or in serving/peer_con
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -36,7 +36,9 @@ class EngineSettings:
 
     num_gpu_blocks (the null block included) or available_kv_gib (per rank) replace the memory budget when given.
     block_tokens: None is what the engine picks for the model and the card. eager: no CUDA graphs, so steps are not
-    padded to captured sizes. host_overhead_us: time per step that the tables do not contain, as stated by the user.
+    padded to captured sizes. host_overhead_us: time per step that the host takes, as stated by the user.
+    async_scheduling: None is what the engine version does by default.
+    device_overhead_us: time of the device per step that the tables do not contain, as stated by the user.
     """
 
     max_model_len_tokens: int | None
@@ -53,6 +55,8 @@ class EngineSettings:
     available_kv_gib: float | None
     eager: bool = False
     host_overhead_us: float = 0.0
+    async_scheduling: bool | None = None
+    device_overhead_us: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,10 +107,13 @@ class Overrides:
     long_prefill_threshold_tokens: int | None = None
     prefix_caching: bool | None = None
     router: str | None = None
+    chunked_prefill: bool | None = None
+    policy: str | None = None
+    async_scheduling: bool | None = None
 
     def given(self) -> dict[str, Any]:
         """The engine settings that are set, by the names of EngineSettings."""
-        names = ("max_num_seqs", "max_num_batched_tokens", "long_prefill_threshold_tokens", "prefix_caching")
+        names = [field.name for field in fields(self) if field.name != "router"]
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
 
@@ -148,6 +155,7 @@ class EngineFile(Strict):
     enable_chunked_prefill: bool = True
     enable_prefix_caching: bool = True
     policy: str = "fcfs"
+    async_scheduling: bool | None = None
     kv_cache_dtype: str = "auto"
     block_size: Count | None = None
     gpu_memory_utilization: Share = 0.9
@@ -155,6 +163,7 @@ class EngineFile(Strict):
     available_kv_gib: Positive | None = None
     enforce_eager: bool = False
     host_overhead_us: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    device_overhead_us: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
 
 
 class InstanceFile(Strict):
@@ -236,6 +245,8 @@ def _settings(engine: EngineFile) -> EngineSettings:
         available_kv_gib=engine.available_kv_gib,
         eager=engine.enforce_eager,
         host_overhead_us=engine.host_overhead_us,
+        async_scheduling=engine.async_scheduling,
+        device_overhead_us=engine.device_overhead_us,
     )
 
 

@@ -1,6 +1,7 @@
 """From one instance of a cluster file to what the replay needs of it: cost, KV blocks and resolved settings."""
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,12 +18,15 @@ from profiler.core.weights import engine_weights
 from serving.capacity import default_batched_tokens, default_num_seqs, memory_budget, require_fit
 from serving.collectives import from_fitted_link
 from serving.config import UNLIMITED, EngineSettings, Instance, PeerMemory
-from serving.core.blocks import BlockManager
+from serving.core.blocks import BlockPool
 from serving.core.engine import Engine, Group
 from serving.core.scheduler import Limits, Scheduler
 from serving.cost import TableCost, build_cost, default_capture_sizes
 from serving.policies import load_policy
 from serving.result import Deployment, Tables
+
+# First vLLM that schedules asynchronously unless told otherwise.
+_ASYNC_SINCE = (0, 14)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +61,7 @@ def deploy(instance: Instance, first_engine: int, bundle_root: Path, allow_extra
     bundle = read_bundle(find_bundle(bundle_root, hardware_name, spec.name, instance.variant))
     kv = _kv(instance, spec, hardware, limits, bundle)
     lockstep = spec.moe is not None and instance.parallel.dp > 1
+    asynchronous = _asynchronous(instance.engine, bundle)
     cost = build_cost(
         bundle=bundle,
         spec=spec,
@@ -66,7 +71,9 @@ def deploy(instance: Instance, first_engine: int, bundle_root: Path, allow_extra
         kv=kv.layout,
         collectives=from_fitted_link(instance.links) if instance.links else None,
         capture_sizes=() if instance.engine.eager else default_capture_sizes(limits.max_num_seqs),
-        overhead_us=instance.engine.host_overhead_us,
+        host_us=instance.engine.host_overhead_us,
+        host_overlaps=asynchronous,
+        device_us=instance.engine.device_overhead_us,
         allow_extrapolation=allow_extrapolation,
     )
     deployment = Deployment(
@@ -84,17 +91,33 @@ def deploy(instance: Instance, first_engine: int, bundle_root: Path, allow_extra
         policy=instance.engine.policy,
         eager=instance.engine.eager,
         host_overhead_us=instance.engine.host_overhead_us,
+        async_scheduling=asynchronous,
+        device_overhead_us=instance.engine.device_overhead_us,
         tables=_tables(bundle),
     )
     engines = [_engine(deployment, index, spec) for index in deployment.engines]
     groups = [engines] if lockstep else [[engine] for engine in engines]
-    return Deployed(deployment, cost, tuple(Group(members, cost) for members in groups))
+    return Deployed(deployment, cost, tuple(Group(members, cost, asynchronous=asynchronous) for members in groups))
 
 
 def _engine(one: Deployment, index: int, spec: ModelSpec) -> Engine:
-    blocks = BlockManager(one.num_gpu_blocks, one.block_tokens, one.prefix_caching)
-    cap_tokens = spec.indexer.attended_cap_tokens if spec.indexer else None
-    return Engine(index, Scheduler(one.limits, blocks, load_policy(one.policy)), cap_tokens)
+    scheduler = Scheduler(
+        one.limits,
+        BlockPool(one.num_gpu_blocks, one.block_tokens, one.prefix_caching),
+        load_policy(one.policy),
+        attended_cap_tokens=spec.indexer.attended_cap_tokens if spec.indexer else None,
+        asynchronous=one.async_scheduling,
+    )
+    return Engine(index, scheduler)
+
+
+def _asynchronous(asked: EngineSettings, bundle: Bundle) -> bool:
+    """As asked; else on, which is vLLM's default since 0.14, unless the tables are of an older vLLM."""
+    if asked.async_scheduling is not None:
+        return asked.async_scheduling
+    version = (bundle.meta["engine"].get("versions") or {}).get("vllm")
+    numbers = re.match(r"(\d+)\.(\d+)", str(version or ""))
+    return numbers is None or (int(numbers[1]), int(numbers[2])) >= _ASYNC_SINCE
 
 
 def _limits(asked: EngineSettings, spec: ModelSpec, hardware: Hardware | None) -> Limits:

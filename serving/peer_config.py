@@ -68,7 +68,7 @@ class PeerInstance(Strict):
     block_size: Count | None = None
     dtype: Literal["bfloat16", "float16", "float32", "fp8", "int8"] | None = None
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
-    enable_chunked_prefill: bool = True
+    enable_chunked_prefill: bool | None = None
     enable_prefix_caching: bool | None = None
     reserve_full_isl: bool = True
     enable_local_offloading: bool = False
@@ -178,14 +178,15 @@ def _engine(one: PeerInstance, overrides: Overrides) -> EngineSettings:
         long_prefill_threshold_tokens=_first(
             one.long_prefill_token_threshold, overrides.long_prefill_threshold_tokens, 0
         ),
-        chunked_prefill=one.enable_chunked_prefill,
+        chunked_prefill=_first(one.enable_chunked_prefill, overrides.chunked_prefill, True),
         prefix_caching=_first(one.enable_prefix_caching, overrides.prefix_caching, True),
-        policy="fcfs",
+        policy=overrides.policy or "fcfs",
         kv_cache_dtype=one.kv_cache_dtype,
         block_tokens=one.block_size,
         gpu_memory_utilization=one.npu_mem.mem_util,
         num_gpu_blocks=None,
         available_kv_gib=None,
+        async_scheduling=overrides.async_scheduling,
     )
 
 

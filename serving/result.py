@@ -1,6 +1,6 @@
 """What a replay returns: frozen values that metrics, reports and comparisons read."""
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from profiler.core.types import Parallel
@@ -42,6 +42,8 @@ class Deployment:
     policy: str
     eager: bool
     host_overhead_us: float
+    async_scheduling: bool
+    device_overhead_us: float
     tables: Tables
 
     @property
@@ -52,7 +54,8 @@ class Deployment:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One replay. `records` follow the trace; `gaps_ns` counts each time between two tokens over all requests.
+    """One replay. `records` follow the trace; `gaps_ns` are the times between two tokens over all requests: values,
+    in no order, and how often each occurred.
 
     extrapolated_lookups: table lookups outside the measured range, only ever above 0 when they were allowed.
     """
@@ -61,7 +64,7 @@ class Result:
     router: str
     trace: Trace
     records: tuple[RequestRecord, ...]
-    gaps_ns: Mapping[int, int]
+    gaps_ns: tuple[Sequence[int], Sequence[int]]
     deployments: tuple[Deployment, ...]
     steps: int
     extrapolated_lookups: int

@@ -1,14 +1,22 @@
-"""Small simulated clusters for tests: a linear cost and a builder of groups."""
+"""Small simulated clusters for tests: a linear cost and builders of groups, of the core and of the specification."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from serving.core.blocks import BlockManager
+import reference.blocks
+import reference.engine
+import reference.request
+import reference.scheduler
+
+from serving.core.blocks import BlockPool
 from serving.core.engine import Engine, Group
+from serving.core.loop import run
 from serving.core.request import Request
+from serving.core.runlog import RunLog
 from serving.core.scheduler import Limits, Scheduler
-from serving.core.shape import StepShape
-from serving.policies import fcfs
+from serving.core.shape import StepCost, StepShape
+from serving.policies import load_policy
+from serving.routers import create_router
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +37,9 @@ class LinearCost:
         return self.token_ns * shape.tokens + self.key_ns * (keys + shape.decode_kv_sum_tokens)
 
 
+SMALL = Limits(max_num_seqs=8, max_num_batched_tokens=64, max_model_len_tokens=1024)
+
+
 def engine(
     index: int = 0,
     *,
@@ -37,17 +48,53 @@ def engine(
     prefix_caching: bool = True,
     limits: Limits | None = None,
     cap_tokens: int | None = None,
+    policy: str = "fcfs",
+    asynchronous: bool = False,
 ) -> Engine:
-    limits = limits or Limits(max_num_seqs=8, max_num_batched_tokens=64, max_model_len_tokens=1024)
-    scheduler = Scheduler(limits, BlockManager(num_blocks, block_tokens, prefix_caching), fcfs)
-    return Engine(index, scheduler, cap_tokens)
+    scheduler = Scheduler(
+        limits or SMALL,
+        BlockPool(num_blocks, block_tokens, prefix_caching),
+        load_policy(policy),
+        attended_cap_tokens=cap_tokens,
+        asynchronous=asynchronous,
+    )
+    return Engine(index, scheduler)
 
 
-def group(*engines: Engine, cost: LinearCost | None = None) -> Group:
-    return Group(engines, cost or LinearCost())
+def group(*engines: Engine, cost: StepCost | None = None, asynchronous: bool = False) -> Group:
+    return Group(engines, cost or LinearCost(), asynchronous=asynchronous)
 
 
 def request(
-    index: int = 0, prompt: int = 10, output: int = 3, arrival_ns: int = 0, keys: Sequence[int] = ()
+    index: int = 0, prompt: int = 10, output: int = 3, arrival_ns: int = 0, keys: Sequence[int] = (), priority: int = 0
 ) -> Request:
-    return Request(index, arrival_ns, prompt, output, keys)
+    return Request(index, arrival_ns, prompt, output, keys, priority)
+
+
+def plain_engine(
+    index: int = 0,
+    *,
+    num_blocks: int = 100,
+    block_tokens: int = 16,
+    prefix_caching: bool = True,
+    limits: Limits | None = None,
+    cap_tokens: int | None = None,
+    policy: str = "fcfs",
+) -> reference.engine.Engine:
+    """An engine of the specification."""
+    blocks = reference.blocks.BlockManager(num_blocks, block_tokens, prefix_caching)
+    return reference.engine.Engine(index, reference.scheduler.Scheduler(limits or SMALL, blocks, policy), cap_tokens)
+
+
+def plain_request(
+    index: int = 0, prompt: int = 10, output: int = 3, arrival_ns: int = 0, keys: Sequence[int] = (), priority: int = 0
+) -> reference.request.Request:
+    """A request of the specification."""
+    return reference.request.Request(index, arrival_ns, prompt, output, keys, priority)
+
+
+def replayed(groups: Sequence[Group], requests: Sequence[Request], router: str = "round_robin", **options: object):
+    """The records by trace index, and the log."""
+    log = RunLog()
+    run(groups, requests, create_router(router), log, **options)
+    return [log.records[i] for i in range(len(requests))], log

@@ -28,6 +28,13 @@ _STEPS_PER_UPDATE = 50
 @click.option("--max-num-batched-tokens", type=_COUNT, help="Tokens per step and engine.")
 @click.option("--long-prefill-token-threshold", type=click.IntRange(min=0), help="Longest prefill chunk; 0 for no cut.")
 @click.option("--enable-prefix-caching/--no-enable-prefix-caching", default=None, help="Reuse KV of equal prefixes.")
+@click.option("--enable-chunked-prefill/--no-enable-chunked-prefill", default=None, help="Cut prompts to the budget.")
+@click.option(
+    "--async-scheduling/--no-async-scheduling",
+    default=None,
+    help="Compose a step while the one before runs.  [default: as the tables' vLLM version does]",
+)
+@click.option("--scheduling-policy", "policy", help="Name of a file of serving/policies.  [default: fcfs]")
 @click.option("--router", help="Name of a file of serving/routers.  [default: the cluster file's, else least_loaded]")
 @click.option("--bundle-root", type=_FILE, help="Folder of bundles.  [default: profiler/perf-native]")
 @click.option(
@@ -47,6 +54,9 @@ def command(
     max_num_batched_tokens: int | None,
     long_prefill_token_threshold: int | None,
     enable_prefix_caching: bool | None,
+    enable_chunked_prefill: bool | None,
+    async_scheduling: bool | None,
+    policy: str | None,
     router: str | None,
     bundle_root: Path | None,
     seed: int,
@@ -79,6 +89,9 @@ def command(
                 long_prefill_threshold_tokens=long_prefill_token_threshold,
                 prefix_caching=enable_prefix_caching,
                 router=router,
+                chunked_prefill=enable_chunked_prefill,
+                policy=policy,
+                async_scheduling=async_scheduling,
             ),
             num_reqs=num_reqs,
             on_bad_row=on_bad_row,

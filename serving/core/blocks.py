@@ -1,8 +1,10 @@
-"""KV blocks of one engine: allocation, prefix cache, eviction.
+"""KV blocks of one engine: counts, the prefix cache and its eviction.
 
-The free queue of the engine has three parts, from the end that is reused first: blocks freed without a key, blocks
-never used, and keyed blocks in the order of their release. The first two carry no content, so only the third can be
-hit. A keyed block keeps its key until it is handed out again (lazy eviction).
+Blocks without findable content are only counted. Findable ones that nobody holds wait in the order of their release
+and are reused last, the first released first. Two kinds of entry wait there: a block whose content the trace tells,
+which any request with the same prefix can hit, and the tail of one request, a number of blocks that only this request
+can hit again (after a preemption). A tail shrinks from its end, since the end of a sequence is released before its
+head. So no operation depends on the number of blocks that the cache holds.
 """
 
 from collections import OrderedDict
@@ -10,24 +12,33 @@ from collections.abc import Sequence
 
 from serving.core.request import Request
 
+_UNKEYED, _TAIL = -1, -2
 
-class BlockManager:
+
+class Cached:
+    """A block of a chain (blocks = 1, `references` holders, key >= 0 once findable) or the tail of one request."""
+
+    __slots__ = ("blocks", "key", "references")
+
+    def __init__(self, key: int, blocks: int, references: int) -> None:
+        self.key = key
+        self.blocks = blocks
+        self.references = references
+
+
+class BlockPool:
     """`num_blocks` counts block 0, the null block, which is never handed out. `block_tokens` is tokens per block."""
 
     def __init__(self, num_blocks: int, block_tokens: int, prefix_caching: bool) -> None:
         self.total_blocks = num_blocks - 1
         self.block_tokens = block_tokens
         self.prefix_caching = prefix_caching
-        self._blank: list[int] = []
-        self._fresh = 1
-        self._released: OrderedDict[int, None] = OrderedDict()
-        self._references = [0] * num_blocks
-        self._key_of: dict[int, int] = {}
-        self._blocks_of: dict[int, dict[int, None]] = {}
-
-    @property
-    def free_blocks(self) -> int:
-        return len(self._blank) + self.total_blocks + 1 - self._fresh + len(self._released)
+        self.free_blocks = self.total_blocks
+        self._findable = 0
+        self._released: OrderedDict[Cached, None] = OrderedDict()
+        self._holders: dict[int, list[Cached]] = {}
+        self._changes = 0
+        self._last_lookup: tuple[int, int, int, list[Cached]] = (-1, -1, -1, [])
 
     @property
     def used_blocks(self) -> int:
@@ -36,81 +47,121 @@ class BlockManager:
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_tokens)
 
-    def cached_prefix(self, request: Request) -> list[int]:
-        """Cached blocks that hold the longest known prefix, at least one token short of the whole request.
+    def lookup(self, request: Request, total_tokens: int) -> tuple[Sequence[Cached], int]:
+        """The chain blocks and the number of tail blocks that hold the longest known prefix of a waiting request.
 
-        The last token is always computed, because its output is needed.
+        At least one of its `total_tokens` is left out: the last token is always computed, because its output is needed.
         """
-        found: list[int] = []
-        if self.prefix_caching:
-            for position in range((request.total_tokens - 1) // self.block_tokens):
-                holders = self._blocks_of.get(_key(request, position))
-                if holders is None:
-                    break
-                found.append(next(iter(holders)))
-        return found
-
-    def allocate(self, request: Request, new_tokens: int, cached: Sequence[int] = (), reserve_tokens: int = 0) -> bool:
-        """Give `request` the blocks for `new_tokens` more tokens, on top of `cached` blocks of its prefix.
-
-        reserve_tokens: the blocks of a sequence this long must be free, though only those of the new tokens are
-        taken. Returns False, with nothing changed, when there are too few free blocks.
-        """
-        held = len(request.blocks) + len(cached)
-        after_tokens = request.computed_tokens + len(cached) * self.block_tokens + new_tokens
-        revived = sum(1 for block in cached if not self._references[block])
-        if self.blocks_for(max(after_tokens, reserve_tokens)) - held + revived > self.free_blocks:
-            return False
-        for block in cached:
-            self._references[block] += 1
-            self._released.pop(block, None)
-        request.blocks.extend(cached)
-        request.keyed_blocks += len(cached)
-        request.blocks.extend(self._take() for _ in range(self.blocks_for(after_tokens) - held))
-        if self.prefix_caching:
-            self._add_keys(request, after_tokens // self.block_tokens)
-        return True
-
-    def release(self, request: Request) -> None:
-        """Drop all blocks of `request`, the last first, so that the head of a prefix outlives its tail."""
-        for block in reversed(request.blocks):
-            self._references[block] -= 1
-            if self._references[block]:
-                continue
-            if block in self._key_of:
-                self._released[block] = None
+        keys = request.block_keys
+        if not self.prefix_caching or not (keys or request.tail):
+            return (), 0
+        most = (total_tokens - 1) // self.block_tokens
+        found: list[Cached] = []
+        if keys:
+            last = self._last_lookup
+            if last[0] == self._changes and last[1] == request.index and last[2] == most:
+                found = last[3]
             else:
-                self._blank.append(block)
-        request.blocks.clear()
-        request.keyed_blocks = 0
+                holders = self._holders
+                for position in range(min(most, len(keys))):
+                    same = holders.get(keys[position])
+                    if same is None:
+                        break
+                    found.append(same[0])
+                self._last_lookup = self._changes, request.index, most, found
+        tail = request.tail
+        if tail is None or len(found) < len(keys):
+            return found, 0
+        return found, tail.blocks
 
-    def _take(self) -> int:
-        if self._blank:
-            block = self._blank.pop()
-        elif self._fresh <= self.total_blocks:
-            block = self._fresh
-            self._fresh += 1
-        else:
-            block, _ = self._released.popitem(last=False)
-            key = self._key_of.pop(block)
-            holders = self._blocks_of[key]
-            del holders[block]
-            if not holders:
-                del self._blocks_of[key]
-        self._references[block] = 1
-        return block
+    def revived(self, hits: Sequence[Cached], tail_blocks: int) -> int:
+        """How many of the blocks that a lookup found are free now and would be taken by their reuse."""
+        return tail_blocks + sum(1 for block in hits if not block.references)
 
-    def _add_keys(self, request: Request, full_blocks: int) -> None:
-        for position in range(request.keyed_blocks, full_blocks):
-            key = _key(request, position)
-            block = request.blocks[position]
-            self._key_of[block] = key
-            self._blocks_of.setdefault(key, {})[block] = None
-        request.keyed_blocks = max(request.keyed_blocks, full_blocks)
+    def reuse(self, request: Request, hits: Sequence[Cached], tail_blocks: int) -> None:
+        """Give a request the blocks that its lookup found."""
+        for block in hits:
+            if not block.references:
+                del self._released[block]
+                self._findable -= 1
+                self.free_blocks -= 1
+            block.references += 1
+        request.chain.extend(hits)
+        request.keyed = len(hits)
+        if request.tail is not None:
+            if tail_blocks:
+                del self._released[request.tail]
+                self._findable -= tail_blocks
+                self.free_blocks -= tail_blocks
+            request.tail = None
+        self._changes += 1
 
+    def take(self, count: int) -> None:
+        """Hand out `count` blocks, which must be free: blank ones first, then the longest released."""
+        blank = self.free_blocks - self._findable
+        self.free_blocks -= count
+        if count <= blank:
+            return
+        count -= blank
+        self._findable -= count
+        self._changes += 1
+        released = self._released
+        while count:
+            oldest = next(iter(released))
+            if oldest.blocks > count:
+                oldest.blocks -= count
+                return
+            count -= oldest.blocks
+            del released[oldest]
+            if oldest.key == _TAIL:
+                oldest.blocks = 0
+            else:
+                holders = self._holders[oldest.key]
+                holders.remove(oldest)
+                if not holders:
+                    del self._holders[oldest.key]
 
-def _key(request: Request, position: int) -> int:
-    """Keys from the trace are at least 0; the negative ones are unique to (request, position)."""
-    if position < len(request.block_keys):
-        return request.block_keys[position]
-    return -1 - (request.index << 32 | position)
+    def grow(self, request: Request, blocks: int) -> None:
+        """Blocks taken for a request, up to `blocks` in all: those whose content the trace tells join its chain."""
+        if self.prefix_caching:
+            chain = request.chain
+            for _ in range(len(chain), min(blocks, len(request.block_keys))):
+                chain.append(Cached(_UNKEYED, 1, 1))
+
+    def add_keys(self, request: Request, tokens: int) -> None:
+        """Make the chain's full blocks within the first `tokens` tokens findable."""
+        keys = request.block_keys
+        full = min(tokens // self.block_tokens, len(keys))
+        if self.prefix_caching and full > request.keyed:
+            for position in range(request.keyed, full):
+                block = request.chain[position]
+                block.key = keys[position]
+                self._holders.setdefault(block.key, []).append(block)
+            request.keyed = full
+            self._changes += 1
+
+    def release(self, request: Request, blocks: int, keyed_tokens: int) -> None:
+        """Drop the `blocks` blocks of a request, the last first; those within `keyed_tokens` tokens stay findable."""
+        self.free_blocks += blocks
+        if not self.prefix_caching:
+            return
+        own = keyed_tokens // self.block_tokens - len(request.block_keys)
+        if own > 0:
+            request.tail = Cached(_TAIL, own, 0)
+            self._released[request.tail] = None
+            self._findable += own
+        chain = request.chain
+        if not chain:
+            return
+        self.add_keys(request, keyed_tokens)
+        released = self._released
+        for block in reversed(chain):
+            block.references -= 1
+            if block.references:
+                self.free_blocks -= 1
+            elif block.key >= 0:
+                released[block] = None
+                self._findable += 1
+        chain.clear()
+        request.keyed = 0
+        self._changes += 1

@@ -1,30 +1,30 @@
 """One engine: a scheduler with its inbox. A group: engines that step in lockstep and share one cost."""
 
+from array import array
 from collections.abc import Sequence
 
 from serving.core.request import Request
-from serving.core.scheduler import Scheduled, Scheduler
+from serving.core.scheduler import Scheduler
 from serving.core.shape import StepCost, StepShape
 
 
 class Engine:
-    """`index` counts engines over the whole cluster; it is the instance_id of the output.
+    """`index` counts engines over the whole cluster; it is the instance_id of the output."""
 
-    attended_cap_tokens: most KV tokens that one query attends, None where attention reads all of them.
-    """
-
-    def __init__(self, index: int, scheduler: Scheduler, attended_cap_tokens: int | None) -> None:
+    def __init__(self, index: int, scheduler: Scheduler) -> None:
         self.index = index
         self.scheduler = scheduler
-        self.attended_cap_tokens = attended_cap_tokens
         self.assigned = 0
-        self._inbox: list[Request] = []
-        self._batch: list[Scheduled] = []
+        self.inbox: list[Request] = []
+
+    @property
+    def running(self) -> int:
+        return len(self.scheduler.running)
 
     @property
     def waiting(self) -> int:
-        """Requests that the scheduler has not admitted, those still in the inbox included."""
-        return len(self._inbox) + len(self.scheduler.waiting)
+        """Requests that the scheduler has queued and not admitted."""
+        return len(self.scheduler.waiting)
 
     @property
     def kv_usage(self) -> float:
@@ -33,95 +33,127 @@ class Engine:
         return blocks.used_blocks / blocks.total_blocks if blocks.total_blocks else 0.0
 
     def submit(self, request: Request) -> None:
-        """Hand over a request; the scheduler sees it when the next step begins."""
+        """Hand over a request; the scheduler sees it when the next step is composed."""
         request.engine_index = self.index
         self.assigned += 1
-        self._inbox.append(request)
+        self.inbox.append(request)
 
-    def take_in(self, now_ns: int) -> list[Request]:
-        """Queue the inbox and return the requests refused because they can never run."""
-        refused = []
-        for request in self._inbox:
+    def take_in(self, now_ns: int, left: list[Request]) -> None:
+        """Queue the inbox; requests that can never run are rejected and join `left`."""
+        for request in self.inbox:
             request.queued_ns = now_ns
             if self.scheduler.can_ever_run(request):
                 self.scheduler.add(request)
             else:
                 request.outcome = "rejected"
-                refused.append(request)
-        self._inbox.clear()
-        self.assigned -= len(refused)
-        return refused
-
-    def begin_step(self, now_ns: int) -> StepShape | None:
-        """Schedule one step; None when there is nothing to run."""
-        self._batch = self.scheduler.schedule(now_ns)
-        return step_shape(self._batch, self.attended_cap_tokens) if self._batch else None
-
-    def end_step(self, now_ns: int) -> list[Request]:
-        """Emit a token for every request whose known tokens are all computed; return those that finish."""
-        finished = []
-        for request, _, _ in self._batch:
-            if request.computed_tokens < request.total_tokens:
-                continue
-            request.emitted_tokens += 1
-            request.token_ns.append(now_ns)
-            if request.emitted_tokens == request.output_tokens:
-                request.outcome = "finished"
-                finished.append(request)
-        for request in finished:
-            self.scheduler.finish(request)
-        self._batch = []
-        self.assigned -= len(finished)
-        return finished
+                self.assigned -= 1
+                left.append(request)
+        self.inbox.clear()
 
 
-def step_shape(batch: Sequence[Scheduled], attended_cap_tokens: int | None) -> StepShape:
-    """The shape of a batch whose scheduled tokens are already counted as computed."""
-    prefills = []
-    kv_tokens = []
-    sampled = 0
-    for request, new_tokens, context_tokens in batch:
-        if new_tokens > 1 or context_tokens < request.prompt_tokens:
-            prefills.append((new_tokens, context_tokens))
-        else:
-            kv_tokens.append(context_tokens + 1)
-        sampled += request.computed_tokens == request.total_tokens
-    total_kv_tokens = sum(kv_tokens)
-    capped = [min(kv, attended_cap_tokens) for kv in kv_tokens] if attended_cap_tokens else kv_tokens
-    return StepShape(
-        prefills=tuple(prefills),
-        decode_requests=len(kv_tokens),
-        decode_kv_sum_tokens=total_kv_tokens,
-        decode_kv_max_tokens=max(kv_tokens, default=0),
-        decode_kv_capped_sum_tokens=sum(capped),
-        sampled_sequences=sampled,
-    )
+class StepTimes:
+    """When each step of a group ended, by step number, and how many tokens followed one of the step before."""
+
+    def __init__(self) -> None:
+        self.end_ns = array("q")
+        self.repeated_tokens = array("q")
+
+    def __len__(self) -> int:
+        return len(self.end_ns)
 
 
 class Group:
     """Data-parallel engines in lockstep: all begin a step together and wait for the slowest.
 
     While one of them has work the others run a dummy batch (a None shape); a group without any work stops at once.
+    With `asynchronous` scheduling a step is composed when the one before starts, on the results of the one before that,
+    so a request that arrives or finishes during a step is seen one step later than without.
+
+    composed: steps composed so far, which is the number of the next one.
     """
 
-    def __init__(self, engines: Sequence[Engine], cost: StepCost) -> None:
+    def __init__(self, engines: Sequence[Engine], cost: StepCost, *, asynchronous: bool = False) -> None:
         self.engines = tuple(engines)
         self.cost = cost
-        self.steps = 0
+        self.asynchronous = asynchronous
+        self.times = StepTimes()
+        self.composed = 0
+        self._void = 0
+        self._current: tuple[Sequence[StepShape | None], int] | None = None
+        self._following: tuple[Sequence[StepShape | None], int] | None = None
 
-    def begin_step(self, now_ns: int) -> tuple[int | None, list[Request]]:
-        """Start a step at `now_ns`: its duration in nanoseconds, None without work, and the requests refused."""
-        refused = [request for engine in self.engines for request in engine.take_in(now_ns)]
-        shapes = [engine.begin_step(now_ns) for engine in self.engines]
-        if all(shape is None for shape in shapes):
+    @property
+    def steps(self) -> int:
+        """Steps that have run."""
+        return len(self.times) - self._void
+
+    def wake(self, now_ns: int, left: list[Request]) -> int | None:
+        """Start stepping at `now_ns`; the duration of the first step in nanoseconds, None without work.
+
+        Requests that leave the run, here the rejected ones, are appended to `left`.
+        """
+        for engine in self.engines:
+            if engine.inbox:
+                engine.take_in(now_ns, left)
+        self._current = self._compose(now_ns)
+        return self._launch(now_ns, left)
+
+    def end_step(self, now_ns: int, left: list[Request]) -> int | None:
+        """The running step ends at `now_ns` and the next one starts; its duration, or None without work."""
+        assert self._current is not None
+        self._end(self._current[1], now_ns, left)
+        self._current, self._following = self._following, None
+        if self._current is None:
+            self._current = self._compose(now_ns)
+        return self._launch(now_ns, left)
+
+    def _end(self, repeated_tokens: int, now_ns: int, left: list[Request]) -> None:
+        times = self.times
+        step = len(times.end_ns)
+        times.end_ns.append(now_ns)
+        times.repeated_tokens.append(repeated_tokens)
+        for engine in self.engines:
+            finished = engine.scheduler.end_step(step)
+            if finished:
+                engine.assigned -= len(finished)
+                for request in finished:
+                    request.outcome = "finished"
+                left += finished
+            if engine.inbox:
+                engine.take_in(now_ns, left)
+
+    def _launch(self, now_ns: int, left: list[Request]) -> int | None:
+        while self._current is not None and not any(self._current[0]):
+            self._void += 1
+            self._end(0, now_ns, left)
+            self._current = self._compose(now_ns)
+        if self._current is None:
             if any(engine.waiting for engine in self.engines):
                 raise RuntimeError("the scheduler left waiting requests without scheduling any")
-            return None, refused
-        duration_ns = self.cost.step_ns(shapes)
+            return None
+        if self.asynchronous:
+            self._following = self._compose(now_ns)
+        duration_ns = self.cost.step_ns(self._current[0])
         if duration_ns <= 0:
             raise ValueError(f"a step must take at least 1 ns, the cost model says {duration_ns}")
-        self.steps += 1
-        return duration_ns, refused
+        return duration_ns
 
-    def end_step(self, now_ns: int) -> list[Request]:
-        return [request for engine in self.engines for request in engine.end_step(now_ns)]
+    def _compose(self, now_ns: int) -> tuple[Sequence[StepShape | None], int] | None:
+        """The next step; None when there is nothing to run.
+
+        A step in which requests were preempted and none was scheduled has only None shapes and takes no time.
+        """
+        step = self.composed
+        engines = self.engines
+        if len(engines) == 1:
+            scheduler = engines[0].scheduler
+            shape = scheduler.compose(step, now_ns)
+            if shape is None and not scheduler.preempted:
+                return None
+            self.composed += 1
+            return (shape,), scheduler.repeated_tokens
+        shapes = [engine.scheduler.compose(step, now_ns) for engine in engines]
+        if not any(shapes) and not any(engine.scheduler.preempted for engine in engines):
+            return None
+        self.composed += 1
+        return shapes, sum(engine.scheduler.repeated_tokens for engine in engines)

@@ -1,46 +1,109 @@
-"""One request as the scheduler sees it: what it asks for, and its progress."""
+"""One request as the scheduler keeps it. Progress that follows from the step number is not stored but derived."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from serving.core.blocks import Cached
 
 Outcome = Literal["finished", "rejected", "unfinished"]
 
+NEVER = -1
 
-@dataclass(slots=True, eq=False)
+
 class Request:
     """`index` is the position in the trace. Times are nanoseconds of the simulated clock, lengths are tokens.
 
     block_keys: one key per leading full KV block whose content the trace tells (token ids given); equal keys mean
     equal content behind an equal prefix. Blocks past them hold content that only this request has.
-    computed_tokens: tokens whose KV is in the cache once the steps scheduled so far have run.
-    prefix_hit_tokens: tokens found in the prefix cache when the request was first scheduled; -1 before that.
+    priority: lower is more urgent, for policies that read it.
+
+    rank: place in the waiting queue, from the policy. order: number of its admission, which orders running requests.
+    computed_tokens: tokens scheduled so far, up to date only while it is not in the decode set; there they are
+    base + step. emitted_tokens: tokens of closed runs. runs: (first, last) steps of each uninterrupted series of its
+    tokens, one per step; run_start: first step of the open one. last_step: the step that yields its last token.
+    decode_from: first step in which it runs as a decode. entry: changes whenever it leaves the decode set.
+    chain: its blocks whose content the trace tells, of which the first `keyed` are findable. tail: its own blocks that
+    stay findable after a preemption.
     """
 
-    index: int
-    arrival_ns: int
-    prompt_tokens: int
-    output_tokens: int
-    block_keys: Sequence[int] = ()
+    __slots__ = (
+        "arrival_ns",
+        "base",
+        "block_keys",
+        "chain",
+        "computed_tokens",
+        "decode_from",
+        "decoding",
+        "emitted_tokens",
+        "engine_index",
+        "entry",
+        "index",
+        "keyed",
+        "last_step",
+        "order",
+        "outcome",
+        "output_tokens",
+        "preemptions",
+        "prefix_hit_tokens",
+        "priority",
+        "prompt_tokens",
+        "queued_ns",
+        "rank",
+        "run_start",
+        "runs",
+        "scheduled_ns",
+        "short",
+        "tail",
+    )
 
-    outcome: Outcome = "unfinished"
-    engine_index: int = -1
-    computed_tokens: int = 0
-    emitted_tokens: int = 0
-    blocks: list[int] = field(default_factory=list)
-    keyed_blocks: int = 0
-    preemptions: int = 0
-    prefix_hit_tokens: int = -1
-    queued_ns: int | None = None
-    scheduled_ns: int | None = None
-    token_ns: list[int] = field(default_factory=list)
-
-    @property
-    def total_tokens(self) -> int:
-        """Tokens known so far: the prompt and what has been emitted."""
-        return self.prompt_tokens + self.emitted_tokens
+    def __init__(
+        self,
+        index: int,
+        arrival_ns: int,
+        prompt_tokens: int,
+        output_tokens: int,
+        block_keys: Sequence[int] = (),
+        priority: int = 0,
+    ) -> None:
+        self.index = index
+        self.arrival_ns = arrival_ns
+        self.prompt_tokens = prompt_tokens
+        self.output_tokens = output_tokens
+        self.block_keys = block_keys
+        self.priority = priority
+        self.outcome: Outcome = "unfinished"
+        self.engine_index = -1
+        self.queued_ns: int | None = None
+        self.scheduled_ns: int | None = None
+        self.preemptions = 0
+        self.prefix_hit_tokens = NEVER
+        self.rank: tuple[int, ...] = ()
+        self.order = 0
+        self.computed_tokens = 0
+        self.emitted_tokens = 0
+        self.runs: list[tuple[int, int]] = []
+        self.run_start = NEVER
+        self.last_step = NEVER
+        self.decoding = False
+        self.decode_from = NEVER
+        self.base = 0
+        self.entry = 0
+        self.short = False
+        self.chain: list[Cached] = []
+        self.keyed = 0
+        self.tail: Cached | None = None
 
     @property
     def peak_tokens(self) -> int:
         """Most tokens that it ever caches: the last emitted token is never fed back."""
         return self.prompt_tokens + self.output_tokens - 1
+
+    def close_run(self, last_step: int) -> None:
+        """The open run of tokens ended with `last_step`; it may be empty, or there may be none."""
+        if self.run_start == NEVER:
+            return
+        if self.run_start <= last_step:
+            self.runs.append((self.run_start, last_step))
+            self.emitted_tokens += last_step - self.run_start + 1
+        self.run_start = NEVER

@@ -1,11 +1,20 @@
-"""What a run leaves behind: one record per request, and every gap between two tokens."""
+"""What a run leaves behind: one record per request, and every gap between two tokens.
 
+No token times are kept. A request's tokens come one per step in uninterrupted runs of steps, so its gaps are read from
+the step ends of its group when it leaves.
+"""
+
+from array import array
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 from serving.core.request import Outcome, Request
+
+if TYPE_CHECKING:
+    from serving.core.engine import Group, StepTimes
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,39 +40,103 @@ class RequestRecord:
 
 
 class RunLog:
-    """Records by trace index, and how often each gap between two tokens occurred over all requests."""
+    """Records by trace index, and how often each gap between two tokens occurred over all requests.
+
+    Within an uninterrupted run the gaps are the durations of the group's steps, which are counted from the step times;
+    `pauses_ns` holds the others, those around a preemption or a step without a token.
+    """
 
     def __init__(self) -> None:
         self.records: dict[int, RequestRecord] = {}
-        self.gaps_ns: Counter[int] = Counter()
+        self.pauses_ns: Counter[int] = Counter()
+        self._groups: Sequence[Group] = ()
+        self._times: list[StepTimes] = []
+
+    def open(self, groups: Sequence["Group"]) -> None:
+        """The groups whose requests will be recorded, by the engine's index."""
+        self._groups = groups
+        self._times = [group.times for group in groups for _ in group.engines]
 
     def record(self, request: Request) -> None:
-        """Keep the outcome of `request` and drop its token times."""
-        times = request.token_ns
-        gaps = Counter(after - before for before, after in pairwise(times))
-        self.gaps_ns.update(gaps)
+        """Keep the outcome of `request`."""
+        runs = request.runs
+        first_ns = finish_ns = None
+        emitted = 0
+        gaps: list[int] = []
+        if runs or request.run_start >= 0:
+            times = self._times[request.engine_index].end_ns
+            if request.outcome != "finished":
+                runs = _ended(request, len(times))
+            if runs:
+                first_ns = times[runs[0][0]]
+                gaps = self._gaps(runs, times)
+                emitted = len(gaps) + 1
+                if request.outcome == "finished":
+                    finish_ns = times[runs[-1][1]]
+        gaps.sort()
         self.records[request.index] = RequestRecord(
-            index=request.index,
-            engine_index=request.engine_index,
-            outcome=request.outcome,
-            queued_ns=request.queued_ns,
-            scheduled_ns=request.scheduled_ns,
-            first_token_ns=times[0] if times else None,
-            finish_ns=times[-1] if request.outcome == "finished" else None,
-            emitted_tokens=request.emitted_tokens,
-            preemptions=request.preemptions,
-            prefix_hit_tokens=max(0, request.prefix_hit_tokens),
-            itl_p50_ns=round(percentile(gaps, 50)) if gaps else None,
-            itl_p99_ns=round(percentile(gaps, 99)) if gaps else None,
+            request.index,
+            request.engine_index,
+            request.outcome,
+            request.queued_ns,
+            request.scheduled_ns,
+            first_ns,
+            finish_ns,
+            emitted,
+            request.preemptions,
+            max(0, request.prefix_hit_tokens),
+            round(rank_value(gaps, 50)) if gaps else None,
+            round(rank_value(gaps, 99)) if gaps else None,
         )
-        request.token_ns = []
+
+    def _gaps(self, runs: Sequence[tuple[int, int]], times: "array[int]") -> list[int]:
+        gaps: list[int] = []
+        for first, last in runs:
+            if last > first:
+                ends = times[first : last + 1]
+                gaps += map(int.__sub__, ends[1:], ends)
+        for (_, last), (first, _) in pairwise(runs):
+            gap = times[first] - times[last]
+            self.pauses_ns[gap] += 1
+            gaps.append(gap)
+        return gaps
+
+    def gaps(self) -> tuple["array[int]", "array[int]"]:
+        """Every gap between two tokens of a request: values in nanoseconds and how often each occurred.
+
+        Values are in no order and may repeat.
+        """
+        values, counts = array("q"), array("q")
+        for group in self._groups:
+            ends = group.times.end_ns
+            values.extend(map(int.__sub__, ends[1:], ends))
+            counts.extend(group.times.repeated_tokens[1:])
+        values.extend(self.pauses_ns.keys())
+        counts.extend(self.pauses_ns.values())
+        return values, counts
 
 
-def percentile(counts: Mapping[int, int], percent: float) -> float:
-    """Percentile of a non-empty multiset given as value -> count, linear between the two nearest ranks.
+def _ended(request: Request, steps: int) -> list[tuple[int, int]]:
+    """The runs of an unfinished request as far as its group's steps have ended."""
+    runs = [*request.runs, (request.run_start, steps)] if request.run_start >= 0 else request.runs
+    return [(first, min(last, steps - 1)) for first, last in runs if first < steps]
+
+
+def rank_value(ascending: Sequence[int], percent: float) -> float:
+    """Percentile of a non-empty sorted sequence, linear between the two nearest ranks.
 
     The same definition as numpy.percentile's default: rank (n - 1) * percent / 100, counted from 0.
     """
+    rank = (len(ascending) - 1) * percent / 100
+    below = int(rank)
+    value = ascending[below]
+    if below + 1 == len(ascending):
+        return float(value)
+    return value + (ascending[below + 1] - value) * (rank - below)
+
+
+def percentile(counts: Mapping[int, int], percent: float) -> float:
+    """The same of a non-empty multiset given as value -> count."""
     rank = (sum(counts.values()) - 1) * percent / 100
     below = int(rank)
     seen = 0

@@ -1,12 +1,10 @@
 """What one scheduler iteration asks of the hardware, and its cost: the contract of scheduler and cost model."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 
-@dataclass(frozen=True, slots=True)
-class StepShape:
+class StepShape(NamedTuple):
     """One rank's batch of one step.
 
     prefills: (chunk_tokens, context_tokens) per request that has more than one token scheduled or whose prompt is
@@ -27,7 +25,10 @@ class StepShape:
 
     @property
     def tokens(self) -> int:
-        return sum(chunk for chunk, _ in self.prefills) + self.decode_requests
+        tokens = self.decode_requests
+        for chunk, _ in self.prefills:
+            tokens += chunk
+        return tokens
 
 
 class StepCost(Protocol):

@@ -33,7 +33,9 @@ def build_cost(
     kv: KvLayout | None = None,
     collectives: Collectives | None = None,
     capture_sizes: Sequence[int] = (),
-    overhead_us: float = 0.0,
+    host_us: float = 0.0,
+    host_overlaps: bool = False,
+    device_us: float = 0.0,
     allow_extrapolation: bool = False,
 ) -> TableCost:
     """The StepCost of one group of `parallel.dp` engines.
@@ -41,8 +43,9 @@ def build_cost(
     bundle: tables of `spec` at parallel.tp. hardware may be None where a cluster file brings its own link numbers as
     `collectives`; else the collectives come from its links. kv: the run's layout, compared with the bundle's.
     max_num_batched_tokens: the token budget of a step; dense tables that end below it are refused at once.
-    capture_sizes: CUDA-graph sizes (serving.cost.default_capture_sizes), empty for eager. overhead_us: host time per
-    step that the tables do not contain, as stated by the caller.
+    capture_sizes: CUDA-graph sizes (serving.cost.default_capture_sizes), empty for eager. host_us: host time per
+    step, as stated by the caller; where `host_overlaps` (asynchronous scheduling) only what it exceeds the device's
+    time by counts. device_us: device time per step that the tables do not contain, as stated.
 
     Raises ContractError when the bundle is not meant for serving or its KV layout or cap disagrees, CoverageError when
     a table or kernel is missing, ConfigError for a split that is not priced.
@@ -77,7 +80,9 @@ def build_cost(
         kernels=kernels,
         dense_prefill=_dense_prefill(spec, parallel.tp, kernels, hardware, bundle),
         capture_sizes=tuple(sorted(capture_sizes)),
-        overhead_us=overhead_us,
+        host_us=host_us,
+        host_overlaps=host_overlaps,
+        device_us=device_us,
         outside=tuple(build.outside),
     )
     if not allow_extrapolation:

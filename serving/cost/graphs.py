@@ -3,18 +3,17 @@
 from collections.abc import Sequence
 
 
-def padded_tokens(tokens: Sequence[int], capture_sizes: Sequence[int]) -> list[int]:
-    """Tokens per rank that a step really computes.
+def padding(capture_sizes: Sequence[int]) -> tuple[int, ...]:
+    """The tokens that a step really computes, by its number of tokens up to the largest captured size.
 
     Every rank runs the CUDA graph that covers the largest rank; when none does, all run without a graph and unpadded
     (vLLM's rule for data-parallel groups, which for one rank is the plain padding to the next captured size).
     capture_sizes ascending; empty means eager.
     """
-    largest = max(tokens)
+    padded: list[int] = []
     for size in capture_sizes:
-        if size >= largest:
-            return [size] * len(tokens)
-    return list(tokens)
+        padded += [size] * (size + 1 - len(padded))
+    return tuple(padded)
 
 
 def default_capture_sizes(max_num_seqs: int) -> tuple[int, ...]:

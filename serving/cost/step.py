@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from profiler.core.grid import Outside
 from serving.core.shape import StepShape
-from serving.cost.graphs import padded_tokens
+from serving.cost.graphs import padding
 from serving.cost.kernels import Kernel, Prefill, PrefillWhen
 from serving.cost.lines import Line, line, nanoseconds
 from serving.cost.tokens import Folded
@@ -36,9 +36,10 @@ class TableCost:
     """Prices lockstep steps; see serving/core/shape.py for the contract.
 
     A step takes as long as its slowest rank, plus the experts and collectives that all ranks run together, plus the
-    stated host overhead. by_tokens and by_sequences price one rank, by_group_tokens the tokens of all ranks (padded as
-    they are computed), by_sparse_tokens the tokens of a rank that do not take dense prefill. dense_prefill: None where
-    the engine has no such kernel, or the model no indexer.
+    device time that the caller states (device_us). The host's time (host_us) comes on top, or, where it overlaps with
+    the device's as under asynchronous scheduling, only what it exceeds it by. by_tokens and by_sequences price one
+    rank, by_group_tokens the tokens of all ranks (padded as they are computed), by_sparse_tokens the tokens of a rank
+    that do not take dense prefill. dense_prefill: None where the engine has no such kernel, or the model no indexer.
     """
 
     by_tokens: Folded
@@ -48,8 +49,14 @@ class TableCost:
     kernels: tuple[Kernel, ...]
     dense_prefill: DensePrefill | None
     capture_sizes: tuple[int, ...]
-    overhead_us: float
     outside: tuple[Outside, ...]
+    host_us: float = 0.0
+    host_overlaps: bool = False
+    device_us: float = 0.0
+    padded: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "padded", padding(self.capture_sizes))
 
     @property
     def extrapolated(self) -> Counter[str]:
@@ -58,13 +65,33 @@ class TableCost:
 
     def step_ns(self, shapes: Sequence[StepShape | None]) -> int:
         """Nanoseconds of one step; None marks a rank that runs a dummy batch of one token."""
-        tokens = padded_tokens([shape.tokens if shape else 1 for shape in shapes], self.capture_sizes)
-        slowest = max(self._rank_ns(shape, count) for shape, count in zip(shapes, tokens, strict=True))
-        return slowest + self.by_group_tokens.ns(sum(tokens)) + round(self.overhead_us * 1e3)
+        if len(shapes) == 1 and (shape := shapes[0]) is not None:
+            count = shape.tokens if shape.prefills else shape.decode_requests
+            if count < len(self.padded):
+                count = self.padded[count]
+            device_ns = self._rank_ns(shape, count) + self.by_group_tokens.ns(count)
+        else:
+            tokens = self._tokens(shapes)
+            slowest = max(map(self._rank_ns, shapes, tokens))
+            device_ns = slowest + self.by_group_tokens.ns(sum(tokens))
+        if self.device_us:
+            device_ns += round(self.device_us * 1e3)
+        return device_ns + self._host_ns(device_ns) if self.host_us else device_ns
+
+    def _tokens(self, shapes: Sequence[StepShape | None]) -> list[int]:
+        """Tokens per rank that the step computes, padded to CUDA graphs; see serving.cost.graphs."""
+        tokens = [shape.tokens if shape else 1 for shape in shapes]
+        largest = max(tokens)
+        return [self.padded[largest]] * len(tokens) if largest < len(self.padded) else tokens
+
+    def _host_ns(self, device_ns: int) -> int:
+        """Time of the host that shows in the step."""
+        host_ns = round(self.host_us * 1e3)
+        return max(0, host_ns - device_ns) if self.host_overlaps else host_ns
 
     def explain(self, shapes: Sequence[StepShape | None]) -> list[Line]:
         """The step's price list: the slowest rank, then what all ranks run together. Its sum is step_ns."""
-        tokens = padded_tokens([shape.tokens if shape else 1 for shape in shapes], self.capture_sizes)
+        tokens = self._tokens(shapes)
         ranks = list(zip(shapes, tokens, strict=True))
         shape, count = max(ranks, key=lambda rank: self._rank_ns(*rank))
         lines = list(self.by_tokens.lines(count))
@@ -79,8 +106,11 @@ class TableCost:
                 for kernel, rows in self._rows(shape, dense)
             ]
         lines += self.by_group_tokens.lines(sum(tokens))
-        if self.overhead_us:
-            lines.append(line("host", 1, self.overhead_us, "stated"))
+        if self.device_us:
+            lines.append(line("device overhead", 1, self.device_us, "stated"))
+        host_ns = self._host_ns(sum(map(nanoseconds, lines)))
+        if host_ns:
+            lines.append(line("host", 1, host_ns / 1e3, "stated"))
         return [entry for entry in lines if entry.us]
 
     def _rank_ns(self, shape: StepShape | None, tokens: int) -> int:

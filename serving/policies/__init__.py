@@ -1,4 +1,4 @@
-"""Scheduling policies, one file each: a module with the functions of serving.core.scheduler.Policy."""
+"""Scheduling policies, one file each: a module with the function of serving.core.scheduler.Policy."""
 
 import importlib
 import pkgutil

@@ -1,19 +1,11 @@
-"""First come, first served: the queue in order of arrival; the last admitted request is preempted first."""
+"""First come, first served.
 
-from collections import deque
-from collections.abc import Sequence
+A preempted request goes back in front of all that were queued after it, and the last admitted request, which was queued
+last of those running, is preempted first.
+"""
 
-from serving.core.request import Request
-
-
-def enqueue(waiting: deque[Request], request: Request) -> None:
-    waiting.append(request)
+from serving.core.scheduler import Asked
 
 
-def requeue(waiting: deque[Request], request: Request) -> None:
-    """A preempted request goes to the front: it came before everything that waits."""
-    waiting.appendleft(request)
-
-
-def victim(running: Sequence[Request]) -> int:
-    return len(running) - 1
+def rank(asked: Asked) -> tuple[int, ...]:
+    return (asked.position,)

@@ -17,6 +17,8 @@ def create() -> Router:
 
     def route(engines: Sequence[Engine], request: Request) -> int:
         nonlocal start
+        if len(engines) == 1:
+            return 0
         order = range(start, start + len(engines))
         start = (start + 1) % len(engines)
         return min((position % len(engines) for position in order), key=lambda position: score(engines[position]))
@@ -25,6 +27,8 @@ def create() -> Router:
 
 
 def score(engine: Engine) -> float:
-    waiting = len(engine.scheduler.waiting)
-    in_flight = max(engine.assigned, waiting + len(engine.scheduler.running))
+    waiting = engine.waiting
+    in_flight = max(engine.assigned, waiting + engine.running)
+    if not waiting:
+        return in_flight
     return in_flight + 6 * waiting * max(0.0, engine.kv_usage - 0.5)

@@ -23,6 +23,7 @@ class TraceRequest:
 
     request_id: the trace's own, else the row number from 0 as text.
     prompt_ids, output_ids: token ids where the trace has them; they let requests share cached prefixes.
+    priority: lower is more urgent; read by the priority policy alone.
     """
 
     request_id: str
@@ -31,6 +32,7 @@ class TraceRequest:
     output_tokens: int
     prompt_ids: tuple[int, ...] | None = None
     output_ids: tuple[int, ...] | None = None
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,9 @@
 """JSON lines: one request per line.
 
     {"input_toks": 120, "output_toks": 30, "arrival_time_ns": 5000000,
-     "input_tok_ids": [...], "output_tok_ids": [...], "request_id": "a"}      the last three are optional
+     "input_tok_ids": [...], "output_tok_ids": [...], "request_id": "a", "priority": 0}
+
+The second line is optional; of two priorities the lower is more urgent.
 
 Lines of agentic sessions (`sub_requests`) are recognised and refused: they are not replayed.
 """
@@ -15,7 +17,7 @@ from serving.traces import BadRow, TraceRequest
 
 NAME: Final = "jsonl"
 FIELDS: Final = ("input_toks", "output_toks", "arrival_time_ns")
-_OPTIONAL: Final = ("input_tok_ids", "output_tok_ids", "request_id")
+_OPTIONAL: Final = ("input_tok_ids", "output_tok_ids", "request_id", "priority")
 _SESSION: Final = ("sub_requests", "session_id")
 _NO_SESSIONS: Final = (
     "a line of an agentic session (sub_requests); sessions are not supported, "
@@ -90,6 +92,7 @@ def _request(row: dict[str, Any], number: int) -> TraceRequest:
         output_tokens=output_tokens,
         prompt_ids=_ids(row, "input_tok_ids", prompt_tokens),
         output_ids=_ids(row, "output_tok_ids", output_tokens),
+        priority=_integer(row, "priority", -_MAX_NS) if "priority" in row else 0,
     )
 
 

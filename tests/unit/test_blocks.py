@@ -1,7 +1,6 @@
 import pytest
-from simulated import request
-
-from serving.core.blocks import BlockManager
+from reference.blocks import BlockManager
+from simulated import plain_request as request
 
 
 def test_the_null_block_is_never_handed_out():

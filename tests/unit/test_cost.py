@@ -18,7 +18,7 @@ from serving.collectives import from_hardware
 from serving.core.shape import StepShape
 from serving.cost import TableCost, build_cost, default_capture_sizes
 from serving.cost.experts import activated_experts, local_pairs
-from serving.cost.graphs import padded_tokens
+from serving.cost.graphs import padding
 from serving.cost.skew import make_skew
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -100,7 +100,7 @@ def test_each_prefill_is_priced_by_itself_with_one_launch(bundle: Bundle) -> Non
 def test_two_prompts_are_not_one_long_one(bundle: Bundle) -> None:
     model = cost(bundle)
     two, one = step([(1000, 2000), (1000, 2000)]), step([(2000, 4000)])
-    assert us_of(model, replace(two, sampled_sequences=1)) < us_of(model, one)
+    assert us_of(model, two._replace(sampled_sequences=1)) < us_of(model, one)
 
 
 def test_short_prefills_attend_every_key_and_skip_the_selection(bundle: Bundle) -> None:
@@ -212,13 +212,13 @@ def test_padding_rule() -> None:
     assert sizes[:6] == (1, 2, 4, 8, 16, 24) and sizes[-1] == 256
     assert default_capture_sizes(1024)[-3:] == (480, 496, 512)
     assert default_capture_sizes(10) == (1, 2, 4, 8, 16)
-    assert padded_tokens([3, 100, 1], sizes) == [104, 104, 104]
-    assert padded_tokens([3, 257], sizes) == [3, 257]
-    assert padded_tokens([7], ()) == [7]
+    assert [padding(sizes)[tokens] for tokens in (1, 3, 100, 255, 256)] == [1, 4, 104, 256, 256]
+    assert len(padding(sizes)) == 257, "no graph covers more"
+    assert padding(()) == ()
 
 
 def test_price_list_adds_up_to_the_nanosecond(bundle: Bundle) -> None:
-    model = cost(bundle, overhead_us=123.4)
+    model = cost(bundle, host_us=123.4)
     groups = [
         [step([(777, 1234), (33, 0)], keys=[311] * 17)] + [None] * 7,
         [step(keys=[9999] * 3), step([(4000, 5)])] + [None] * 6,
@@ -354,3 +354,14 @@ def test_skew_is_linear_between_shapes_and_constant_beyond() -> None:
     assert [skew.decode(n) for n in (2, 8, 12, 99)] == pytest.approx([0.2, 0.2, 0.3, 0.4])
     assert [skew.mixed(c, 8) for c in (1, 128, 192, 999)] == pytest.approx([0.1, 0.1, 0.2, 0.3])
     assert make_skew([]) is None
+
+
+def test_host_time_shows_only_where_it_exceeds_an_overlapping_device(bundle: Bundle) -> None:
+    shapes = [step(keys=[9999] * 3)] + [None] * 7
+    device = cost(bundle).step_ns(shapes)
+    assert cost(bundle, host_us=500.0).step_ns(shapes) == device + 500_000
+    assert cost(bundle, host_us=500.0, host_overlaps=True).step_ns(shapes) == max(device, 500_000) == device
+    slow = cost(bundle, host_us=1e6, host_overlaps=True, device_us=7.0)
+    assert slow.step_ns(shapes) == 1_000_000_000
+    named = {entry.component: entry.us for entry in slow.explain(shapes)}
+    assert named["device overhead"] == 7.0 and sum(round(us * 1000) for us in named.values()) == 1_000_000_000

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from simulated import LinearCost, engine, group, request
+from simulated import LinearCost, engine, group, replayed, request
 
 from serving.core.loop import run
-from serving.core.runlog import RunLog, percentile
+from serving.core.runlog import RunLog, percentile, rank_value
 from serving.core.scheduler import Limits
 from serving.routers import create_router
 
@@ -18,16 +18,21 @@ WIDE = Limits(max_num_seqs=64, max_num_batched_tokens=1024, max_model_len_tokens
 
 
 def replay(groups, requests, **options):
-    log = RunLog()
-    run(groups, requests, create_router("round_robin"), log, **options)
-    return [log.records[i] for i in range(len(requests))], log
+    return replayed(groups, requests, **options)
+
+
+def gaps_of(log):
+    found = {}
+    for value, count in zip(*log.gaps(), strict=True):
+        found[value] = found.get(value, 0) + count
+    return {value: count for value, count in found.items() if count}
 
 
 def test_one_request_takes_one_step_per_token():
     (record,), log = replay([group(engine(limits=WIDE), cost=FLAT)], [request(prompt=10, output=4, arrival_ns=50)])
     assert (record.queued_ns, record.scheduled_ns, record.first_token_ns, record.finish_ns) == (50, 50, 1_050, 4_050)
     assert (record.itl_p50_ns, record.itl_p99_ns) == (1_000, 1_000)
-    assert log.gaps_ns == {1_000: 3}
+    assert gaps_of(log) == {1_000: 3}
 
 
 def test_the_step_cost_sees_growing_keys():
@@ -127,3 +132,29 @@ def test_round_robin_and_least_loaded():
 def test_percentile_is_numpys(values, percent):
     counts = {value: values.count(value) for value in values}
     assert math.isclose(percentile(counts, percent), float(np.percentile(values, percent)), abs_tol=1e-9)
+    assert rank_value(sorted(values), percent) == percentile(counts, percent)
+
+
+def test_asynchronous_scheduling_lets_a_request_wait_one_more_step():
+    """The step that begins when it arrives is composed already; it joins the one after."""
+    limits = Limits(max_num_seqs=64, max_num_batched_tokens=1024, max_model_len_tokens=4096)
+    for asynchronous, expected in ((False, [1_000, 2_000, 3_000]), (True, [1_000, 3_000, 4_000])):
+        one = group(engine(limits=limits, asynchronous=asynchronous), cost=FLAT, asynchronous=asynchronous)
+        requests = [request(0, output=9), request(1, output=1, arrival_ns=500), request(2, output=1, arrival_ns=1_500)]
+        records, _ = replay([one], requests)
+        assert [record.first_token_ns for record in records] == expected
+        assert records[0].finish_ns == 9_000
+        assert [record.queued_ns for record in records] == [0, 1_000, 2_000]
+
+
+def test_asynchronous_scheduling_frees_a_slot_one_step_late():
+    limits = Limits(max_num_seqs=1, max_num_batched_tokens=1024, max_model_len_tokens=4096)
+    for asynchronous, expected in ((False, [2_000, 3_000]), (True, [2_000, 3_000])):
+        one = group(engine(limits=limits, asynchronous=asynchronous), cost=FLAT, asynchronous=asynchronous)
+        records, _ = replay([one], [request(0, output=2), request(1, output=1)])
+        assert [record.finish_ns for record in records] == expected, "nothing else runs: the slot is free at once"
+    limits = Limits(max_num_seqs=2, max_num_batched_tokens=1024, max_model_len_tokens=4096)
+    for asynchronous, expected in ((False, [2_000, 9_000, 3_000]), (True, [2_000, 9_000, 4_000])):
+        one = group(engine(limits=limits, asynchronous=asynchronous), cost=FLAT, asynchronous=asynchronous)
+        records, _ = replay([one], [request(0, output=2), request(1, output=9), request(2, output=1)])
+        assert [record.finish_ns for record in records] == expected

@@ -23,6 +23,7 @@ DEPLOYMENT = Deployment(
     model="acme/tiny", hardware="CPU", parallel=Parallel(), engines=(0,), lockstep=False, kv_layout="bf16",
     block_tokens=16, num_gpu_blocks=6, blocks_source="num_gpu_blocks", limits=LIMITS,
     prefix_caching=True, policy="fcfs", eager=True, host_overhead_us=0.0,
+    async_scheduling=False, device_overhead_us=0.0,
     tables=Tables("CPU", "acme/tiny", "bf16", "measured", "reference 1"),
 )  # fmt: skip
 
@@ -35,7 +36,7 @@ def replayed(rows, horizon_ns=None):
     run(groups, requests, create_router("least_loaded"), log, horizon_ns=horizon_ns)
     trace = Trace("jsonl", tuple(TraceRequest(f"r{i}", at, p, o) for i, (at, p, o) in enumerate(rows)))
     records = tuple(log.records[i] for i in range(len(rows)))
-    return Result("test", "least_loaded", trace, records, log.gaps_ns, (DEPLOYMENT,), groups[0].steps, 0, 0, horizon_ns)
+    return Result("test", "least_loaded", trace, records, log.gaps(), (DEPLOYMENT,), groups[0].steps, 0, 0, horizon_ns)
 
 
 def rows_of(result):

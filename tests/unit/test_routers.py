@@ -13,9 +13,9 @@ def test_score_grows_with_waiting_requests_once_the_cache_is_half_full():
     one = engine(num_blocks=1 + 12, block_tokens=16, limits=limits)
     for index in range(5):
         one.submit(request(index, prompt=48))
-    one.take_in(0)
-    one.begin_step(0)
-    assert (len(one.scheduler.running), len(one.scheduler.waiting), one.kv_usage) == (3, 2, 0.75)
+    one.take_in(0, [])
+    one.scheduler.compose(0, 0)
+    assert (one.running, one.waiting, one.kv_usage) == (3, 2, 0.75)
     assert score(one) == 5 + 6 * 2 * 0.25
 
 

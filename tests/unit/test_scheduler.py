@@ -1,16 +1,16 @@
-"""Rules of vLLM V1's scheduler, each on the smallest case that shows it."""
+"""Rules of vLLM V1's scheduler, each on the smallest case that shows it, for the specification in tests/reference."""
 
-from simulated import request
+from reference.blocks import BlockManager
+from reference.engine import step_shape
+from reference.scheduler import Scheduler
+from simulated import plain_request as request
 
-from serving.core.blocks import BlockManager
-from serving.core.engine import step_shape
-from serving.core.scheduler import Limits, Scheduler
-from serving.policies import fcfs
+from serving.core.scheduler import Limits
 
 
 def scheduler(num_blocks=100, block_tokens=16, caching=True, **limits):
     values = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len_tokens": 1024} | limits
-    return Scheduler(Limits(**values), BlockManager(num_blocks, block_tokens, caching), fcfs)
+    return Scheduler(Limits(**values), BlockManager(num_blocks, block_tokens, caching))
 
 
 def added(target, *requests):
@@ -23,10 +23,8 @@ def step(target):
     """Schedule one step and emit its tokens; returns (index, new tokens, context) per request."""
     batch = target.schedule(0)
     for one in batch:
-        if one.request.computed_tokens == one.request.total_tokens:
-            one.request.emitted_tokens += 1
-            if one.request.emitted_tokens == one.request.output_tokens:
-                target.finish(one.request)
+        if one.emits:
+            target.emit(one.request, 0)
     return [(one.request.index, one.new_tokens, one.context_tokens) for one in batch]
 
 
@@ -80,7 +78,7 @@ def test_admission_needs_the_blocks_of_the_whole_sequence():
     added(target, request(0, prompt=32, output=9), request(1, prompt=80))
     assert step(target) == [(0, 32, 0)], "80 tokens need 5 blocks, 4 are free"
     assert target.blocks.used_blocks == 2
-    assert [one.index for one in target.waiting] == [1]
+    assert [one.index for one in target.waiting.queue] == [1]
 
 
 def test_a_waiting_request_never_preempts():
@@ -100,7 +98,7 @@ def test_the_last_admitted_request_is_preempted_and_recomputed_from_the_front_of
     assert step(target) == [(0, 1, 32)], "both need a fifth block; nothing waiting enters a step with a preemption"
     assert (first.preemptions, second.preemptions) == (0, 1)
     assert (second.computed_tokens, second.emitted_tokens, second.blocks) == (0, 1, [])
-    assert [one.index for one in target.waiting] == [1, 2]
+    assert [one.index for one in target.waiting.queue] == [1, 2]
     assert step(target) == [(0, 1, 33)], "33 tokens need 3 blocks, 1 is free, and the third request waits behind"
 
 
@@ -158,13 +156,44 @@ def test_step_shape_splits_prefill_and_decode():
     added(target, request(0, prompt=30), request(1, prompt=30))
     step(target)
     added(target, request(2, prompt=61, output=1), request(3, prompt=9))
-    shape = step_shape(target.schedule(0), attended_cap_tokens=31)
+    batch = target.schedule(0)
+    shape = step_shape(batch, attended_cap_tokens=31)
     assert shape.prefills == ((61, 0), (1, 0))
     assert (shape.decode_requests, shape.tokens, shape.sampled_sequences) == (2, 64, 3)
     assert (shape.decode_kv_sum_tokens, shape.decode_kv_max_tokens, shape.decode_kv_capped_sum_tokens) == (62, 31, 62)
-    for one in list(target.running):
-        one.emitted_tokens += one.computed_tokens == one.total_tokens
-    target.finish(target.running[2])
-    shape = step_shape(target.schedule(0), attended_cap_tokens=31)
+    assert [one.request.index for one in batch if one.emits and target.emit(one.request, 0)] == [2]
+    batch = target.schedule(0)
+    shape = step_shape(batch, attended_cap_tokens=31)
     assert shape.prefills == ((8, 1),)
     assert (shape.decode_kv_sum_tokens, shape.decode_kv_max_tokens, shape.decode_kv_capped_sum_tokens) == (64, 32, 62)
+
+
+def test_priority_serves_the_most_urgent_first_and_takes_back_what_a_less_urgent_one_was_given():
+    target = Scheduler(Limits(8, 64, 1024), BlockManager(1 + 4, 16, False), "priority")
+    lax, urgent = added(target, request(0, prompt=32, output=20, priority=5), request(1, prompt=31, output=20))
+    assert [one.request.index for one in target.schedule(0)] == [1, 0]
+    target.emit(urgent, 0)
+    target.emit(lax, 0)
+    assert step(target) == [(1, 1, 31)], "the laxer one, last in the order, has no block for its 33rd token"
+    assert (lax.preemptions, urgent.preemptions) == (1, 0)
+    for prompt, steps in ((20, [[(1, 1, 32)]]), (31, [[], [(1, 1, 32)]])):
+        target = Scheduler(Limits(8, 64, 1024), BlockManager(1 + 4, 16, False), "priority")
+        (lax,) = added(target, request(0, prompt=prompt, output=20, priority=5))
+        assert step(target) == [(0, prompt, 0)]
+        added(target, request(1, prompt=32, output=20))
+        assert step(target) == [(0, 1, prompt), (1, 32, 0)]
+        assert [step(target) for _ in steps] == steps, (
+            "its token is taken back, or the step ends with its own preemption"
+        )
+        assert lax.preemptions == 1
+
+
+def test_asynchronous_scheduling_runs_ahead_of_the_tokens_and_stops_at_the_last():
+    """Steps composed before the token of the one before is known; the request holds its place until it is."""
+    target = scheduler(max_num_seqs=1)
+    first, second = added(target, request(0, prompt=10, output=2), request(1, prompt=10, output=1))
+    assert [tuple(one)[1:] for one in target.schedule(0)] == [(10, 0, True)]
+    assert [tuple(one)[1:] for one in target.schedule(0)] == [(1, 10, True)], "its input token is still in flight"
+    assert target.schedule(0) == [], "both tokens are on their way, and its slot is not free yet"
+    assert not target.emit(first, 1) and target.emit(first, 2)
+    assert [one.request for one in target.schedule(3)] == [second]
