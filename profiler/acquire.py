@@ -92,6 +92,11 @@ def prepare(job: Job, model_root: Path | None = None) -> Target:
     return Target(spec, config, hardware, limits, categories, shots)
 
 
+def with_shots(target: Target, shots: dict[int, dict[Category, list[Shot]]]) -> Target:
+    """The same target with other shots than those of a sweep, by tp."""
+    return replace(target, shots=shots)
+
+
 def protocol(job: Job, whole_forward: bool) -> dict[str, Any]:
     """How a cell is measured, as meta.yaml records it."""
     cache = "as the rest of the forward pass leaves it" if whole_forward else "flushed before every timed call"

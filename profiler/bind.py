@@ -86,7 +86,7 @@ def bind(
     """
     calls = calls_per_pass(spec, info)
     _check_fused(binding.FUSED, calls)
-    match = _matcher(binding.rules(spec))
+    match = matcher(binding.rules(spec))
     table_of = categories_of(spec)
     rows: list[Row] = []
     problems: dict[Category, list[str]] = defaultdict(list)
@@ -129,7 +129,7 @@ def selection_in_dense_prefill(
     results: Iterable[ShotResult], shots: Sequence[Shot], spec: ModelSpec, info: EngineInfo, binding: Binding
 ) -> bool:
     """Whether the engine selects in passes whose prefills all attend every key, as kernels of such passes show."""
-    match = _matcher(binding.rules(spec))
+    match = matcher(binding.rules(spec))
     for result in results:
         shot = shots[result.shot_index]
         decodes = any(new == 1 and context for new, context in shot.requests)
@@ -152,7 +152,7 @@ def _check_fused(fused: Mapping[str, str], calls: Counter[Name]) -> None:
             )
 
 
-def _matcher(rules: Sequence[Rule]) -> "_Match":
+def matcher(rules: Sequence[Rule]) -> "_Match":
     return _Match(tuple((re.compile(rule.module), re.compile(rule.kernel), rule) for rule in rules), {})
 
 

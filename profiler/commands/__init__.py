@@ -1,5 +1,6 @@
 """Commands of `python -m profiler`, one file each."""
 
 SUMMARIES = {
+    "coverage": "Account for every kernel of a model: bound to a component, or named.",
     "profile": "Measure a model's kernels and write a bundle of tables.",
 }

@@ -1,5 +1,6 @@
 """`python -m profiler profile` end to end: the reference engine measures this CPU, the bundle is read back."""
 
+import json
 import os
 import subprocess
 import sys
@@ -181,3 +182,15 @@ def test_samples_are_continued_only_on_request(small: list[str], tmp_path: Path,
     # Only the start of a run was added: all shots were there.
     assert samples.stat().st_size < 2 * size
     assert {category for _, category in bundle_of(tmp_path).tables} == {"per_sequence"}
+
+
+def test_coverage_of_this_processor_is_complete(small: list[str], tmp_path: Path, capsys: Any) -> None:
+    """Live: every representative batch runs, and every kernel of it has a component."""
+    arguments = [part for part in small if part not in ("--grid", "tiny")]
+    arguments = arguments[: arguments.index("--out-root")]
+    main(["coverage", *arguments, "--format", "json"], standalone_mode=False)
+    (report,) = json.loads(capsys.readouterr().out)
+    assert report["complete"] is True and report["hardware"] == "CPU"
+    assert {kind["kind"] for kind in report["kinds"]} == {"prefill", "dense prefill", "decode", "mixed", "experts"}
+    for kind in report["kinds"]:
+        assert kind["device_us"] > 0 and kind["bound_us"] == pytest.approx(kind["device_us"], abs=0.01)
