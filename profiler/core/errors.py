@@ -54,5 +54,5 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> ConfigError:
     """
     names = sorted(known)
     hint = nearest(name, names)
-    suggestion = f"; did you mean {hint!r}?" if hint else ""
+    suggestion = f"; did you mean {hint!r}?" if hint else "."
     return ConfigError(f"unknown {kind} {name!r}{suggestion} Known: {', '.join(names) or 'none'}.")

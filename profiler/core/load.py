@@ -42,17 +42,39 @@ def read_json(path: Path) -> Any:
     text = read_text(path)
     try:
         return json.loads(text, object_pairs_hook=_no_duplicate_keys)
+    except RecursionError:
+        raise ConfigError(f"{path}: nested too deeply") from None
     except json.JSONDecodeError as error:
         raise ConfigError(f"{path}:{error.lineno}:{error.colno}: not valid JSON: {error.msg}") from None
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
+    except ValueError as error:  # an integer of thousands of digits
+        raise ConfigError(f"{path}: not valid JSON: {error}") from None
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """The safe loader, with an error where it would keep the last of two values of one key."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key_node, _ in node.value if isinstance(node, yaml.MappingNode) else ():
+            if not isinstance(key_node, yaml.ScalarNode):
+                continue
+            if (key_node.tag, key_node.value) in seen:
+                problem = f"key {key_node.value!r} appears twice"
+                raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
+            seen.add((key_node.tag, key_node.value))
+        return super().construct_mapping(node, deep)
 
 
 def read_yaml(path: Path) -> Any:
-    """Safe-loaded YAML (no tags that build objects). Raises ConfigError with line and column when malformed."""
+    """Safe-loaded YAML (no tags that build objects). Raises ConfigError with line and column when malformed, or when a
+    key appears twice."""
     text = read_text(path)
     try:
-        return yaml.safe_load(text)
+        return yaml.load(text, Loader=_StrictLoader)
+    except RecursionError:
+        raise ConfigError(f"{path}: nested too deeply") from None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         where = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
