@@ -18,6 +18,7 @@ _NUMBERS = ("memory_total_gib", "hbm_gbps", "bf16_tflops", "fp8_tflops", "l2_mib
 _COUNTS = ("sm_count", "gpus_per_node")
 _KEYS = ("name", "aliases", "architecture", *_NUMBERS, *_COUNTS, "links")
 _LINK_KEYS = ("bandwidth_gbps", "latency_us", "source")
+_LARGEST = 1e9
 TIERS = ("intra_node", "inter_node")
 
 
@@ -70,7 +71,8 @@ def canonical_name(text: str, root: Path | None = None) -> str:
     names: dict[str, str] = {}
     for name in known_hardware(root):
         for alias in (name, *_read(name, root).aliases):
-            names[_folded(alias)] = name
+            if (other := names.setdefault(_folded(alias), name)) != name:
+                raise ConfigError(f"{(root or hardware_root()) / name}.yaml: alias {alias!r} is also one of {other}")
     if found := names.get(_folded(text)):
         return found
     close = nearest(_folded(text), names)
@@ -88,7 +90,7 @@ def load_hardware(name_or_alias: str, root: Path | None = None) -> Hardware:
 
 
 def _folded(text: str) -> str:
-    return re.sub(r"[^a-z0-9]", "", text.casefold()).removeprefix("nvidia")
+    return re.sub(r"[\s_-]", "", text.casefold()).removeprefix("nvidia")
 
 
 def _read(name: str, root: Path | None) -> Hardware:
@@ -98,8 +100,8 @@ def _read(name: str, root: Path | None) -> Hardware:
     if values["name"] != name:
         raise ConfigError(f"{path}: name is {values['name']!r}; it must be the file's, {name!r}")
     aliases = values["aliases"]
-    if not isinstance(aliases, list) or not all(isinstance(alias, str) for alias in aliases):
-        raise ConfigError(f"{path}: aliases must be a list of strings")
+    if not isinstance(aliases, list) or not all(isinstance(a, str) and _folded(a) for a in aliases):
+        raise ConfigError(f"{path}: aliases must be a list of names, found {aliases!r}")
     if not isinstance(values["architecture"], str) or not re.fullmatch(r"sm\d{2,3}", values["architecture"]):
         raise ConfigError(f"{path}: architecture is {values['architecture']!r}; it must look like 'sm90'")
     numbers, sources = {}, {}
@@ -130,8 +132,8 @@ def _check_keys(path: Path, where: str, values: Mapping[str, Any], legal: tuple[
 
 
 def _positive(path: Path, key: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-        raise ConfigError(f"{path}: {key} must be a positive number, found {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= _LARGEST:
+        raise ConfigError(f"{path}: {key} must be a positive number up to {_LARGEST:g}, found {value!r}")
     return float(value)
 
 
@@ -139,7 +141,13 @@ def _sourced(path: Path, key: str, value: Any) -> tuple[float, str]:
     if not isinstance(value, Mapping):
         raise ConfigError(f"{path}: {key} must be a mapping of value and source, found {value!r}")
     _check_keys(path, key, value, ("value", "source"))
-    return _positive(path, key, value["value"]), str(value["source"])
+    return _positive(path, key, value["value"]), _text(path, f"{key}.source", value["source"])
+
+
+def _text(path: Path, key: str, value: Any) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise ConfigError(f"{path}: {key} must say where the number is from, found {value!r}")
+    return value
 
 
 def _links(path: Path, value: Any) -> dict[str, Link]:
@@ -152,5 +160,5 @@ def _links(path: Path, value: Any) -> dict[str, Link]:
             raise ConfigError(f"{path}: links.{tier} must be a mapping, found {entry!r}")
         _check_keys(path, f"links.{tier}", entry, _LINK_KEYS)
         bandwidth, latency = (_positive(path, f"links.{tier}.{key}", entry[key]) for key in _LINK_KEYS[:2])
-        links[tier] = Link(bandwidth, latency, str(entry["source"]))
+        links[tier] = Link(bandwidth, latency, _text(path, f"links.{tier}.source", entry["source"]))
     return links

@@ -245,8 +245,8 @@ def _index_bytes(spec: ModelSpec, architecture: str, index_dtype: str) -> tuple[
 
 
 def _block_tokens(spec: ModelSpec, asked: int | None) -> int:
-    if asked is not None and asked < 1:
-        raise ConfigError(f"block size is {asked}; it must be at least 1")
+    if asked is not None and not 1 <= asked <= spec.max_position:
+        raise ConfigError(f"block size is {asked}; it must be between 1 and the model's {spec.max_position} tokens")
     if spec.indexer and spec.mla:
         if asked not in (None, DSA_BLOCK_TOKENS):
             raise ConfigError(
@@ -277,12 +277,22 @@ def gqa_bytes_per_token(config: Mapping[str, Any]) -> int:
     """What the grouped-query reading of a raw config gives per token in bf16, whatever the model really caches.
 
     2 x layers x key-value heads x head width x 2 B, with the head width hidden_size / heads where head_dim is absent.
-    For an MLA model this is the common mistake; it is printed for comparison only.
+    For an MLA model this is the common mistake; it is printed for comparison only. Raises ConfigError naming a field
+    that is missing or no positive integer.
     """
     text = text_config(config)
-    heads = text["num_attention_heads"]
-    head_dim = text.get("head_dim") or text["hidden_size"] // heads
-    return int(2 * text["num_hidden_layers"] * text.get("num_key_value_heads", heads) * head_dim * 2)
+    heads = _positive(text, "num_attention_heads")
+    head_dim = _positive(text, "head_dim", _positive(text, "hidden_size") // heads)
+    return 2 * _positive(text, "num_hidden_layers") * _positive(text, "num_key_value_heads", heads) * head_dim * 2
+
+
+def _positive(fields: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    value = fields.get(key)
+    if value is None:
+        value = default
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{key} must be a positive integer, found {value!r}")
+    return value
 
 
 def blocks_for(layout: KvLayout, tokens: int) -> int:

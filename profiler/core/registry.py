@@ -61,13 +61,15 @@ def family_of(config: Mapping[str, Any], source: str) -> str:
 
     `source` names the config in the error raised when no family, or none unambiguously, claims it.
     """
-    model_type = config.get("model_type")
-    architectures = config.get("architectures") or []
+    model_type, architectures = config.get("model_type"), config.get("architectures") or []
+    if model_type is not None and not isinstance(model_type, str):
+        raise ConfigError(f"{source}: model_type must be a string, found {model_type!r}")
+    if not isinstance(architectures, list) or not all(isinstance(a, str) for a in architectures):
+        raise ConfigError(f"{source}: architectures must be a list of names, found {architectures!r}")
     modules = {name: family(name) for name in family_names()}
-    for claims in (
-        [name for name, module in modules.items() if model_type in module.MODEL_TYPES],
-        [name for name, module in modules.items() if set(architectures) & set(module.ARCHITECTURES)],
-    ):
+    by_type = [name for name, module in modules.items() if model_type in module.MODEL_TYPES]
+    by_class = [name for name, module in modules.items() if set(architectures) & set(module.ARCHITECTURES)]
+    for claims in (by_type, by_class):
         if len(claims) == 1:
             return claims[0]
         if claims:
@@ -123,6 +125,13 @@ def read_model(name: str, config: Mapping[str, Any]) -> ModelSpec:
     """A raw config, such as a shrunk one, read by its family. Errors as load_model."""
     chosen = family_of(config, name)
     spec = family(chosen).read(name, config)
+    classes = config.get("architectures") or []
+    others = [n for n in family_names() if set(classes) & set(family(n).ARCHITECTURES)]
+    if others and chosen not in others:
+        raise ConfigError(
+            f"{name}: model_type {config.get('model_type')!r} belongs to the family {chosen}, architectures "
+            f"{classes!r} to {', '.join(others)}; one of them is wrong"
+        )
     return replace(spec, family=chosen)
 
 

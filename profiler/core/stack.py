@@ -49,7 +49,7 @@ def flags(values: Any, num_layers: int, key: str) -> tuple[bool, ...]:
         raise ConfigError(f"{key} must be a list with one entry per layer, found {values!r}")
     if len(values) != num_layers:
         raise ConfigError(f"{key} has {len(values)} entries for {num_layers} layers")
-    if bad := [v for v in values if v not in (0, 1)]:
+    if bad := [v for v in values if not isinstance(v, int) or v not in (0, 1)]:
         raise ConfigError(f"{key} has the entry {bad[0]!r}; legal are 0 and 1")
     return tuple(bool(v) for v in values)
 

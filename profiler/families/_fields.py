@@ -7,6 +7,7 @@ from profiler.core.errors import ConfigError
 from profiler.core.types import Component, MlaDims, Quantization
 
 _DTYPES: Mapping[str, Literal["bf16", "fp16", "fp32"]] = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+_LARGEST = {"num_hidden_layers": 4096}
 
 
 class Fields:
@@ -29,14 +30,16 @@ class Fields:
             raise ConfigError(f"{self.where}: {key} must be an integer, found {value!r}")
         if value < minimum:
             raise ConfigError(f"{self.where}: {key} is {value}; it must be at least {minimum}")
+        if value > (largest := _LARGEST.get(key, 1 << 31)):
+            raise ConfigError(f"{self.where}: {key} is beyond {largest}")
         return value
 
     def number(self, key: str, default: float) -> float:
         value = self.values.get(key)
         if value is None:
             return default
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ConfigError(f"{self.where}: {key} must be a number, found {value!r}")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= 1e9:
+            raise ConfigError(f"{self.where}: {key} must be a finite number, found {value!r}")
         return float(value)
 
     def boolean(self, key: str, default: bool) -> bool:
@@ -76,9 +79,9 @@ def quantization(config: Mapping[str, Any], text: Fields) -> Quantization:
     section = config.get("quantization_config") or text.values.get("quantization_config")
     if section is None:
         dtype = text.values.get("torch_dtype") or text.values.get("dtype") or config.get("torch_dtype")
-        if dtype not in _DTYPES:
+        if not isinstance(dtype, str) or dtype not in _DTYPES:
             raise ConfigError(f"{text.where}: torch_dtype is {dtype!r}; known: {', '.join(_DTYPES)}")
-        return Quantization(_DTYPES[str(dtype)])
+        return Quantization(_DTYPES[dtype])
     if not isinstance(section, Mapping):
         raise ConfigError(f"{text.where}: quantization_config must be a mapping, found {section!r}")
     fields = Fields(section, f"{text.where}: quantization_config")
@@ -91,7 +94,7 @@ def quantization(config: Mapping[str, Any], text: Fields) -> Quantization:
     block = section.get("weight_block_size")
     if block is None:
         return Quantization("fp8")
-    if not (isinstance(block, list) and len(block) == 2 and all(isinstance(b, int) and b > 0 for b in block)):
+    if not (isinstance(block, list) and len(block) == 2 and all(type(b) is int and b > 0 for b in block)):
         raise ConfigError(f"{fields.where}: weight_block_size must be two positive integers, found {block!r}")
     return Quantization("fp8", (block[0], block[1]))
 

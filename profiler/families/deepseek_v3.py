@@ -19,7 +19,7 @@ ATTEND = (*dense("absorb_q", "absorb_v"), Component("attention", "mla"))
 
 def read(name: str, config: Mapping[str, Any]) -> ModelSpec:
     text = Fields(text_config(config), name)
-    if re.search(r"v3[._-]?2", name, re.IGNORECASE):
+    if re.search(r"v3[._-]?2(?!\d)", name, re.IGNORECASE):
         raise ConfigError(
             f"{name}: model_type {config.get('model_type')!r} without index_* keys is the config of DeepSeek-V3, which "
             "has no indexer; DeepSeek-V3.2 has model_type deepseek_v32 and index_topk, index_n_heads, index_head_dim"

@@ -50,13 +50,11 @@ def read(name: str, config: Mapping[str, Any]) -> ModelSpec:
 
 
 def _selection(text: Fields, layers: int) -> tuple[SelectionBranch, ...]:
+    pattern = text.text("index_topk_pattern")
+    frequency = text.integer("index_topk_freq", default=1)
+    offset = text.integer("index_skip_topk_offset", default=2, minimum=0)
     try:
-        return token_selection(
-            layers,
-            text.text("index_topk_pattern"),
-            text.integer("index_topk_freq", default=1),
-            text.integer("index_skip_topk_offset", default=2, minimum=0),
-        )
+        return token_selection(layers, pattern, frequency, offset)
     except ConfigError as error:
         raise ConfigError(f"{text.where}: {error}") from None
 
@@ -73,8 +71,8 @@ def _notes(text: Fields, selection: tuple[SelectionBranch, ...]) -> tuple[str, .
         if listed is None:
             continue
         if not isinstance(listed, list) or len(listed) != len(engine):
-            size = len(listed) if isinstance(listed, list) else repr(listed)
-            raise ConfigError(f"{text.where}: {key} has {size} entries for {len(engine)} layers")
+            found = f"has {len(listed)} entries" if isinstance(listed, list) else f"is {listed!r}, no list,"
+            raise ConfigError(f"{text.where}: {key} {found} for {len(engine)} layers")
         if bad := sorted(set(map(str, listed)) - {"full", "shared", "dense", "sparse"}):
             raise ConfigError(f"{text.where}: {key} has the entry {bad[0]!r}")
         if wrong := [i for i, (a, b) in enumerate(zip(listed, engine, strict=True)) if a != b]:

@@ -32,6 +32,8 @@ def read(name: str, config: Mapping[str, Any]) -> ModelSpec:
         raise ConfigError(f"{name}: num_experts_per_tok {moe.topk} exceeds num_experts {moe.num_experts}")
     every = text.integer("decoder_sparse_step", default=1)
     plain = text.values.get("mlp_only_layers") or []
+    if not isinstance(plain, list) or not all(type(i) is int and 0 <= i < layers for i in plain):
+        raise ConfigError(f"{name}: mlp_only_layers must list layers from 0 to {layers - 1}, found {plain!r}")
     kinds = tuple(
         LayerKind("gqa", "none", "moe" if (i + 1) % every == 0 and i not in plain else "dense") for i in range(layers)
     )

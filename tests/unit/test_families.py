@@ -58,6 +58,7 @@ def test_fp8_checkpoints_differ_from_bf16_in_weights_only() -> None:
         {"quant_method": "awq"},
         {"quant_method": "fp8", "fmt": "e5m2"},
         {"quant_method": "fp8", "weight_block_size": [128]},
+        {"quant_method": "fp8", "weight_block_size": [True, 128]},
     ],
 )
 def test_unknown_weight_formats_are_refused(section: dict[str, Any]) -> None:
@@ -72,6 +73,7 @@ def test_a_config_of_v3_under_the_name_of_v3_2_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"index_topk, index_n_heads, index_head_dim missing.*DeepSeek-V3"):
         read_model("org/x", config | {"model_type": "deepseek_v32"})
     assert read_model("org/x", config).indexer is None
+    assert read_model("org/DeepSeek-V3-2512", config).indexer is None, "a date is no version"
 
 
 def test_a_flattened_m3_is_refused_with_the_reason() -> None:
@@ -102,6 +104,23 @@ def test_a_flattened_m3_is_refused_with_the_reason() -> None:
         ("meta-llama/Llama-3.1-8B", {"num_key_value_heads": 5}, "no multiple of 5"),
         ("meta-llama/Llama-3.1-8B", {"torch_dtype": "int3"}, "torch_dtype is 'int3'"),
         ("Qwen/Qwen3-30B-A3B-Instruct-2507", {"num_experts_per_tok": 129}, "exceeds num_experts 128"),
+        ("Qwen/Qwen3-30B-A3B-Instruct-2507", {"mlp_only_layers": 5}, "mlp_only_layers must list layers from 0 to 47"),
+        (
+            "Qwen/Qwen3-30B-A3B-Instruct-2507",
+            {"mlp_only_layers": [48]},
+            "mlp_only_layers must list layers from 0 to 47",
+        ),
+        (V32, {"hidden_size": 10**30}, "hidden_size is beyond"),
+        (V32, {"num_hidden_layers": 10**6}, "num_hidden_layers is beyond 4096"),
+        (V32, {"routed_scaling_factor": float("nan")}, "routed_scaling_factor must be a finite number"),
+        (V32, {"architectures": "DeepseekV32ForCausalLM"}, "architectures must be a list of names"),
+        (V32, {"architectures": [["x"]]}, "architectures must be a list of names"),
+        (V32, {"architectures": ["LlamaForCausalLM"]}, "family deepseek_v32, architectures .* to llama"),
+        (V32, {"model_type": ["deepseek_v32"]}, "model_type must be a string"),
+        (GLM52, {"indexer_types": "full"}, "indexer_types is 'full', no list"),
+        (GLM52, {"index_topk_freq": "4"}, "^org/x: index_topk_freq must be an integer"),
+        (GLM52, {"torch_dtype": ["bfloat16"], "dtype": None}, "torch_dtype is"),
+        (M3, {"moe_layer_freq": [0.0] * 60}, "entry 0.0"),
     ],
 )
 def test_contradicting_fields_are_refused(name: str, fields: dict[str, Any], message: str) -> None:

@@ -76,3 +76,33 @@ def test_malformed_files_are_refused(tmp_path: Path, old: str, new: str, message
     (tmp_path / "H200.yaml").write_text(text.replace(old, new, 1))
     with pytest.raises(ConfigError, match=message):
         load_hardware("H200", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("hbm_gbps: {value: 4800", "hbm_gbps: {value: 1, value: 4800", "key 'value' appears twice"),
+        ("hbm_gbps: {value: 4800", "hbm_gbps: {value: " + "9" * 400, "hbm_gbps must be a positive number"),
+        ('source: "NVIDIA H200 data sheet, 4.8 TB/s"', "source: null", "hbm_gbps.source must say where"),
+        ("aliases: [NVIDIA H200", 'aliases: ["-"', "aliases must be a list of names"),
+    ],
+)
+def test_files_that_say_less_than_they_should(tmp_path: Path, old: str, new: str, message: str) -> None:
+    text = (hardware_root() / "H200.yaml").read_text()
+    assert old in text
+    (tmp_path / "H200.yaml").write_text(text.replace(old, new, 1))
+    with pytest.raises(ConfigError, match=message):
+        load_hardware("H200", tmp_path)
+
+
+def test_an_alias_of_two_cards_is_refused(tmp_path: Path) -> None:
+    text = (hardware_root() / "H200.yaml").read_text()
+    (tmp_path / "H200.yaml").write_text(text)
+    (tmp_path / "H300.yaml").write_text(text.replace("name: H200", "name: H300", 1))
+    with pytest.raises(ConfigError, match="alias 'NVIDIA H200' is also one of H200"):
+        load_hardware("NVIDIA H200", tmp_path)
+
+
+def test_a_path_is_no_name() -> None:
+    with pytest.raises(ConfigError, match="unknown GPU"):
+        load_hardware("../H200")

@@ -94,7 +94,7 @@ def test_other_block_sizes_are_refused_for_m3_and_gqa() -> None:
         kv_layout(M3, Parallel(), "sm90", block_tokens=16)
     with pytest.raises(ConfigError, match="multiple of 16"):
         kv_layout(QWEN, Parallel(), "sm90", block_tokens=24)
-    with pytest.raises(ConfigError, match="at least 1"):
+    with pytest.raises(ConfigError, match="block size is 0; it must be between 1 and"):
         kv_layout(QWEN, Parallel(), "sm90", block_tokens=0)
     assert kv_layout(QWEN, Parallel(), "sm90", block_tokens=32).block_tokens == 32
 
