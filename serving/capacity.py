@@ -12,39 +12,25 @@ from functools import partial
 from profiler.core.errors import CapacityError, ConfigError
 from profiler.core.hardware import Hardware
 from profiler.core.kv import KvLayout, blocks_for, kv_layout
-from profiler.core.shard import Geometry, describe, geometry
+from profiler.core.shard import describe, geometry
 from profiler.core.types import ModelSpec, Parallel
-from profiler.core.units import GIB, MIB
+from profiler.core.units import GIB
 from profiler.core.weights import stage_weights
+from serving.activation import Term, activation_terms, profiled_step
 
 DEFAULT_UTILIZATION = 0.9
 
-HEADROOM_GIB = 4.0
+HEADROOM_GIB = 5.0
 HEADROOM_SOURCE = (
     "DeepSeek-V3.2-FP8 with tp 1 dp 8 ep 8 on 8 x H200 ran out of memory at max_model_len 163,840 and worked at 81,920 "
-    "(docs.gpustack.ai performance lab, vLLM 0.13); this budget leaves 3.1 and 7.6 GiB there with fp8 KV"
+    "(docs.gpustack.ai performance lab, vLLM 0.13); this budget leaves 4.2 and 7.8 GiB there with fp8 KV, and with bf16 "
+    "KV it refuses the first and leaves 5.5 GiB in the second"
 )
 
-OTHER_ACTIVATION_GIB = 0.5
+OTHER_ACTIVATION_GIB = 0.25
 NON_TORCH_ALONE_GIB = 0.25
 NON_TORCH_GROUP_GIB = 1.4
 CUDA_GRAPH_GIB_PER_LAYER = 4.99 / 78
-
-_INDEX_WORKSPACE_ROWS_PER_TOKEN = 40
-_INDEX_LOGITS_BYTES = 512 * MIB
-_FLASHMLA_ROWS_PER_TOKEN = 5
-_MHA_EXPAND_TOKENS = 64 * 1024
-_MOE_PASS_TOKENS = 32 * 1024
-_LAYER_BUFFERS = 3
-
-
-@dataclass(frozen=True, slots=True)
-class Term:
-    """One part of the device's memory in GiB, and where the figure comes from."""
-
-    name: str
-    gib: float
-    source: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +192,7 @@ def memory_budget(
                 hardware.memory_total_gib * utilization,
                 (held, *reserves) if available_kv_gib is None else (),
                 available_kv_gib,
-                partial(activation_terms, spec, parallel, split, layouts[stage], hardware, batched, seqs),
+                partial(activation_terms, profiled_step(spec, parallel, split, layouts[stage], stage, batched, seqs)),
             )
         )
     fullest = min(ranks, key=lambda rank: (rank.blocks(max_model_len), rank.kv_gib(max_model_len)))
@@ -267,75 +253,6 @@ def require_fit(budget: Budget) -> None:
     )
 
 
-def activation_terms(
-    spec: ModelSpec,
-    parallel: Parallel,
-    split: Geometry,
-    layout: KvLayout,
-    hardware: Hardware,
-    batched_tokens: int,
-    num_seqs: int,
-    max_model_len: int,
-) -> tuple[Term, ...]:
-    """Buffers of the engine's profiling run whose sizes follow from its settings, one term each."""
-    sizes: list[tuple[str, float, str]] = []
-    if spec.mla and spec.indexer:
-        row_bytes = spec.indexer.head_dim + 4
-        sizes += [
-            (
-                "index_workspace",
-                _INDEX_WORKSPACE_ROWS_PER_TOKEN * max_model_len * row_bytes + MIB,
-                "40 x max_model_len rows of index keys, https://github.com/vllm-project/vllm/issues/55221",
-            ),
-            ("index_logits", _INDEX_LOGITS_BYTES, "VLLM_SPARSE_INDEXER_MAX_LOGITS_MB, 512"),
-            ("topk_buffer", batched_tokens * spec.indexer.topk * 4, "max_num_batched_tokens x top-k x 4 B"),
-        ]
-    if layout.layout == "fp8_ds_mla" and layout.backend == "FLASHMLA_SPARSE" and spec.mla:
-        sizes.append(
-            (
-                "flashmla_workspace",
-                _FLASHMLA_ROWS_PER_TOKEN * max_model_len * spec.mla.latent_dim * 2,
-                "5 x max_model_len latents in bf16, flashmla_sparse",
-            )
-        )
-    if spec.mla and hardware.architecture != "sm120":
-        tokens = min(max(8 * max_model_len, 4 * num_seqs * layout.block_tokens), _MHA_EXPAND_TOKENS)
-        heads = split.heads * (spec.mla.qk_nope_head_dim + spec.mla.v_head_dim)
-        sizes.append(
-            (
-                "mha_workspace",
-                tokens * (heads + spec.mla.latent_dim) * 2,
-                "keys and values of up to 65,536 context tokens, expanded for dense prefill; the sm120 path has none",
-            )
-        )
-    sizes += _expert_buffers(spec, parallel, split, batched_tokens)
-    sizes.append(("layer_buffers", _LAYER_BUFFERS * batched_tokens * spec.hidden * 2, "hidden states of a step, 3 x"))
-    return tuple(Term(name, size / GIB, source) for name, size, source in sizes)
-
-
-def _expert_buffers(
-    spec: ModelSpec, parallel: Parallel, split: Geometry, batched_tokens: int
-) -> list[tuple[str, float, str]]:
-    """A rank's experts see the tokens of the whole data-parallel group under the all-gather back end."""
-    if spec.moe is None:
-        return []
-    gathered = batched_tokens * parallel.dp
-    rows = min(gathered, _MOE_PASS_TOKENS) * spec.moe.topk
-    width = max(2 * split.moe_intermediate, spec.hidden) + split.moe_intermediate
-    sizes: list[tuple[str, float, str]] = [
-        (
-            "moe_workspace",
-            rows * width * 2,
-            "(token, expert) rows of a pass of up to 32,768 tokens: gate-up or down output, and activation",
-        )
-    ]
-    if parallel.dp > 1:
-        sizes.append(
-            ("gathered_tokens", 2 * gathered * spec.hidden * 2, "hidden states of the data-parallel group, in and out")
-        )
-    return sizes
-
-
 def _reserves(
     spec: ModelSpec,
     parallel: Parallel,
@@ -354,7 +271,7 @@ def _reserves(
             non_torch,
             given
             if non_torch_gib is not None
-            else "reserve: 0.22-0.23 GiB logged on one GPU, 0.95 and 1.38 GiB in groups",
+            else "reserve: 0.16-0.23 GiB logged on one GPU, 0.95 and 1.38 GiB in groups",
         ),
         Term(
             "cuda_graphs",

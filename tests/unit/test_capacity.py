@@ -67,21 +67,6 @@ def test_largest_length_is_the_largest() -> None:
     assert memory_budget(V32, H200, MAX_DP, max_model_len=safe + 64).risk is not None
 
 
-def test_workspaces_belong_to_the_paths_that_use_them() -> None:
-    def names(spec: Any, gpu: Any, split: Parallel = MAX_DP, **options: Any) -> set[str]:
-        return {term.name for term in memory_budget(spec, gpu, split, max_model_len=4096, **options).terms}
-
-    assert {"index_workspace", "index_logits", "topk_buffer", "mha_workspace"} <= names(V32, H200)
-    assert "flashmla_workspace" not in names(V32, H200)
-    assert "flashmla_workspace" in names(V32, H200, kv_dtype="fp8")
-    assert "flashmla_workspace" not in names(V32, B200, kv_dtype="fp8")
-    assert "mha_workspace" not in names(V32, RTX), "sm120 has no dense prefill"
-    assert "index_workspace" not in names(M3, H200)
-    assert "gathered_tokens" not in names(V32, H200, Parallel(tp=8))
-    assert {"moe_workspace", "gathered_tokens"} <= names(M3, H200)
-    assert not {"moe_workspace", "gathered_tokens", "mha_workspace"} & names(LLAMA, H200, Parallel(dp=2))
-
-
 def test_given_reserves_replace_the_stated_ones() -> None:
     budget = memory_budget(
         V32, H200, MAX_DP, max_model_len=4096, non_torch_gib=0.5, cuda_graph_gib=0.0, other_activation_gib=0.25
