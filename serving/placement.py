@@ -110,8 +110,10 @@ def plan(
     broken = {split: broken_rules(spec, split, dcp) for split in chosen}
     refused = tuple(Refusal(split, reasons) for split, reasons in broken.items() if reasons)
     if len(refused) == len(chosen):
-        first = refused[0]
-        raise ConfigError(f"{spec.name} with {describe(first.parallel)}: {'; '.join(first.reasons)}")
+        closest = min(refused, key=lambda refusal: len(refusal.reasons))
+        asked = " ".join(f"{name} {value}" for name, value in given.items())
+        others = f"no split of {gpus} GPUs with {asked or 'any degrees'} is legal; for example " if refused[1:] else ""
+        raise ConfigError(f"{others}{spec.name} with {describe(closest.parallel)}: {'; '.join(closest.reasons)}")
     legal = [split for split in chosen if not broken[split]]
     return Plan(tuple(place(spec, hardware, split, **budget) for split in legal), refused)
 

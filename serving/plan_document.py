@@ -2,6 +2,7 @@
 
 import csv
 import json
+import shutil
 import sys
 from typing import Any
 
@@ -13,6 +14,7 @@ from profiler.core.weights import engine_weights, nominal_weights
 from serving.placement import Placement, Plan
 
 _PIPED_WIDTH = 160
+_WIDE = 130
 
 _COLUMNS = (
     "tp",
@@ -49,6 +51,7 @@ def plan_document(
     nominal = nominal_weights(spec)
     whole = engine_weights(spec, Parallel(), mtp_layers=0)
     safe = result.largest_safe_dp
+    notes = (spec.notes, layout.notes, *(placement.budget.layout.notes for placement in result.placements))
     return {
         "model": spec.name,
         "hardware": gpu.name,
@@ -57,7 +60,7 @@ def plan_document(
         "memory_source": gpu.sources["memory_total_gib"],
         "utilization": utilization,
         "max_model_len": max_model_len,
-        "notes": [*spec.notes, *layout.notes],
+        "notes": list(dict.fromkeys(note for found in notes for note in found)),
         "kv": {
             "layout": layout.layout,
             "backend": layout.backend or None,
@@ -195,25 +198,32 @@ def _print_caches(kv: dict[str, Any]) -> None:
 
 
 def _print_placements(rows: list[dict[str, Any]]) -> None:
+    """One row each. On a narrow terminal the verdicts with their reasons follow the table, so that no number is cut."""
     from rich.table import Table
 
-    table = Table(title="placements (GiB and tokens per rank)", title_justify="left")
-    for name in ("tp", "pp", "dp", "ep", "weights", "nominal", "KV", "blocks", "tokens", "tokens, all", "seqs"):
-        table.add_column(name, justify="right")
-    table.add_column("verdict", overflow="fold", ratio=1)
+    wide = _width() >= _WIDE
+    names = ("tp", "pp", "dp", "ep", "weights", "nominal", "KV", "blocks", "tokens", "tokens, all", "seqs")
+    shown = names if wide else tuple(name for name in names if name not in ("nominal", "blocks"))
+    table = Table(title="placements (GiB and tokens per rank)", title_justify="left", padding=(0, 1 if wide else 0))
+    for name in shown:
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("verdict", overflow="fold", ratio=1) if wide else table.add_column("fits", no_wrap=True)
     for row in rows:
-        table.add_row(
-            *(str(row[name]) for name in ("tp", "pp", "dp", "ep")),
-            f"{row['weights_gib']:.1f}",
-            f"{row['weights_nominal_gib']:.1f}",
-            f"{row['kv_available_gib']:.1f}",
-            f"{row['num_gpu_blocks']:,}",
-            f"{row['kv_tokens_per_rank']:,}",
-            f"{row['kv_tokens_total']:,}",
-            f"{row['max_concurrency']:.2f}",
-            _verdict(row),
-        )
+        cells = {
+            **{name: str(row[name]) for name in ("tp", "pp", "dp", "ep")},
+            "weights": f"{row['weights_gib']:.1f}",
+            "nominal": f"{row['weights_nominal_gib']:.1f}",
+            "KV": f"{row['kv_available_gib']:.1f}",
+            "blocks": f"{row['num_gpu_blocks']:,}",
+            "tokens": f"{row['kv_tokens_per_rank']:,}",
+            "tokens, all": f"{row['kv_tokens_total']:,}",
+            "seqs": f"{row['max_concurrency']:.2f}",
+        }
+        table.add_row(*(cells[name] for name in shown), _verdict(row) if wide else _word(row))
     _print_table(table)
+    if not wide:
+        for row in rows:
+            print(f"{_spell(row)}: {_verdict(row)}")
 
 
 def _print_terms(terms: dict[str, float], sources: dict[str, str]) -> None:
@@ -233,15 +243,23 @@ def _print_table(table: Any) -> None:
     """To stdout, at a fixed width where it is no terminal, so that piped output is the same everywhere."""
     from rich.console import Console
 
-    Console(width=None if sys.stdout.isatty() else _PIPED_WIDTH, highlight=False, markup=False).print(table)
+    Console(width=_width(), highlight=False, markup=False).print(table)
+
+
+def _width() -> int:
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else _PIPED_WIDTH
 
 
 def _spell(degrees: dict[str, Any]) -> str:
     return " ".join(f"{name} {degrees[name]}" for name in ("tp", "pp", "dp", "ep"))
 
 
+def _word(row: dict[str, Any]) -> str:
+    return "no" if not row["fits"] else "risky" if row["risk"] else "fits"
+
+
 def _verdict(row: dict[str, Any]) -> str:
-    verdict = "no" if not row["fits"] else "risky" if row["risk"] else "fits"
+    verdict = _word(row)
     marks = [mark for mark, on in (("max-DP", row["natural"]), ("not launchable by vLLM", not row["launchable"])) if on]
     parts = [verdict, *marks]
     text = ", ".join(parts)

@@ -14,6 +14,8 @@ from serving.capacity import CUDA_GRAPH_GIB_PER_LAYER, DEFAULT_UTILIZATION, HEAD
 from serving.placement import Plan, plan
 from serving.plan_document import WRITERS, plan_document
 
+MAX_SPECULATIVE_TOKENS = 32
+
 
 @click.command("plan", context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("model")
@@ -62,7 +64,11 @@ from serving.plan_document import WRITERS, plan_document
 )
 @click.option("--format", "style", type=click.Choice(["table", "json", "csv"]), default="table", show_default=True)
 @click.option("--require-fit", is_flag=True, help="Exit 5 when no placement fits.")
-@click.option("--model-config-root", type=click.Path(path_type=Path), help="Folder of org/name.json configurations.")
+@click.option(
+    "--model-config-root",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    help="Folder of org/name.json configurations.",
+)
 def command(
     model: str,
     hardware: str,
@@ -94,12 +100,13 @@ def command(
         budget["kv_dtype"],
         index_dtype=budget["index_dtype"],
         block_tokens=budget["block_tokens"],
+        dcp=budget["dcp"] if (tp or 1) % budget["dcp"] == 0 else 1,
         mtp_layers=mtp_layers,
     )
     document = plan_document(
         spec, gpu, gpus, length, budget["utilization"], layout, gqa_bytes_per_token(config), result
     )
-    for note in (*spec.notes, *layout.notes):
+    for note in document["notes"]:
         click.echo(f"note: {note}", err=True)
     WRITERS[style](document)
     if require_fit and not any(placement.budget.fits for placement in result.placements):
@@ -114,8 +121,8 @@ def _described_split(result: Plan, tp: int, pp: int) -> Parallel:
 
 def _mtp_layers(spec: ModelSpec, speculative_tokens: int) -> int:
     """Layers that speculation by multi-token prediction loads: one per token up to those of the checkpoint."""
-    if speculative_tokens < 0:
-        raise ConfigError(f"mtp is {speculative_tokens}; it must be at least 0")
+    if not 0 <= speculative_tokens <= MAX_SPECULATIVE_TOKENS:
+        raise ConfigError(f"mtp is {speculative_tokens}; it must be between 0 and {MAX_SPECULATIVE_TOKENS} tokens")
     if speculative_tokens and not spec.mtp_layers:
         raise ConfigError(f"{spec.name} has no multi-token prediction layers")
     return min(speculative_tokens, spec.mtp_layers)

@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -153,6 +154,16 @@ def test_csv_and_table() -> None:
         (("Qwen/Qwen3-32B", "--hardware", "H200", "--gpus", "8", "--mtp", "1"), "no multi-token prediction"),
         ((V32, "--hardware", "H200", "--gpus", "8", "--max-model-len", "200000"), "takes 1 to 163840"),
         ((V32, "--hardware", "H200", "--gpus", "many"), "not a valid integer"),
+        ((V32, "--hardware", "H200", "--gpus", "8", "--mtp", "99"), "mtp is 99; it must be between 0 and 32"),
+        ((V32, "--hardware", "H200", "--gpus", "8", "--utilization", "nan"), "utilization is nan"),
+        ((V32, "--hardware", "H200", "--gpus", "8", "--ep", "3"), "no split of 8 GPUs with ep 3 is legal; for example"),
+        ((V32, "--hardware", "H200", "--gpus", "8", "--headroom-gib", "nan"), "headroom_gib is nan"),
+        ((V32, "--hardware", "", "--gpus", "8"), "unknown GPU ''. Known"),
+        ((V32, "--hardware", "H200", "--gpus", "8", "--model-config-root", "nowhere"), "does not exist"),
+        (
+            ("meta-llama/Llama-3.1-8B", "--hardware", "H200", "--gpus", "8", "--block-tokens", "1600000000"),
+            "block size is 1600000000",
+        ),
     ],
 )
 def test_bad_input_exits_2_with_one_message(arguments: tuple[str, ...], message: str) -> None:
@@ -175,3 +186,29 @@ def test_a_config_of_the_users_own(tmp_path: Path) -> None:
     path = tmp_path / "deepseek-ai" / "plain.json"
     path.write_text(json.dumps(config))
     assert document(str(path), "--hardware", "H200", "--gpus", "8")["kv"]["bytes_per_token_per_rank"] == 70_272
+
+
+def test_a_split_that_public_engines_cannot_run_is_flagged() -> None:
+    """Decode context parallelism with sparse MLA on Hopper (vLLM issue 27544)."""
+    found = run(V32, "--hardware", "H200", "--gpus", "8", "--dcp", "8", "--format", "json")
+    assert found.returncode == 0
+    assert "issue 27544" in found.stderr
+    assert any("issue 27544" in note for note in json.loads(found.stdout)["notes"])
+
+
+@pytest.mark.skipif(shutil.which("script") is None, reason="needs script(1) for a terminal")
+@pytest.mark.parametrize("columns", [80, 200])
+def test_no_number_is_cut_on_a_terminal(columns: int) -> None:
+    command = f"stty cols {columns}; {sys.executable} -m serving plan {V32} --hardware H200 --gpus 8"
+    result = subprocess.run(
+        ["script", "-qec", command, "/dev/null"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+        stdin=subprocess.DEVNULL,
+    )
+    assert "\u2026" not in result.stdout
+    row = document(V32, "--hardware", "H200", "--gpus", "8")["placements"][0]
+    assert f"{row['kv_tokens_total']:,}" in result.stdout
+    assert "try max_model_len" in result.stdout
