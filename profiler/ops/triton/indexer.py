@@ -169,13 +169,16 @@ def _write_kernel(
 
 
 def _compute_type(q: torch.Tensor, keys: torch.Tensor) -> tuple[object, str]:
-    """Element type of the product, and its precision: FP8 when both are, else the wider of the two."""
+    """Element type of the product, and its precision: FP8 when both are, else the wider of the two.
+
+    fp32 products run as three of TF32, which keeps about fp32's precision on the tensor cores.
+    """
     if q.dtype == FP8 and keys.dtype == FP8:
         return tl.float8e4nv, "tf32"
     kinds = {q.dtype, keys.dtype} - {FP8}
     if kinds == {torch.bfloat16}:
         return tl.bfloat16, "tf32"
-    return (tl.float16, "tf32") if kinds == {torch.float16} else (tl.float32, "ieee")
+    return (tl.float16, "tf32") if kinds == {torch.float16} else (tl.float32, "tf32x3")
 
 
 def index_scores_dense(
@@ -201,6 +204,8 @@ def index_scores_dense(
     if rows == 0 or count == 0:
         return out
     compute, precision = _compute_type(q, keys)
+    if compute == tl.float32:
+        pairs, block, stages = min(pairs, 64), block or 32, 1
     padded = max(8, triton.next_power_of_2(heads))
     tile_rows = max(1, min(pairs // padded, triton.next_power_of_2(rows)))
     tiles = triton.cdiv(rows, tile_rows)
@@ -262,6 +267,8 @@ def index_scores_paged(
     keys = buffer.view(FP8) if packed else buffer
     scales = buffer.view(torch.float32) if packed else buffer
     compute, precision = _compute_type(q, keys)
+    if compute == tl.float32:
+        block, stages = min(block, 64), 1
     tiles = triton.cdiv(width, block)
     splits = max(1, min(tiles, triton.cdiv(_TARGET_PROGRAMS, rows)))
     _paged_scores_kernel[(rows, splits)](

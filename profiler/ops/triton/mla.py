@@ -353,7 +353,7 @@ def attend_picked_kernel(
             V_PADDED=max(16, triton.next_power_of_2(v_dim)),
             REST_PADDED=0 if k_dim == v_dim else max(16, triton.next_power_of_2(k_dim - v_dim)),
             COMPUTE=tl.float32 if exact else tl.float16 if half else tl.bfloat16,
-            PRECISION="ieee" if exact else "tf32",
+            PRECISION="tf32x3" if exact else "tf32",
             **common,
             **launch,
         )

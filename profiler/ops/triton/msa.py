@@ -194,7 +194,7 @@ def _compute_type(*tensors: torch.Tensor) -> tuple[object, str]:
     kinds = {tensor.dtype for tensor in tensors}
     if kinds == {torch.bfloat16}:
         return tl.bfloat16, "tf32"
-    return (tl.float16, "tf32") if kinds == {torch.float16} else (tl.float32, "ieee")
+    return (tl.float16, "tf32") if kinds == {torch.float16} else (tl.float32, "tf32x3")
 
 
 def block_scores(
@@ -216,6 +216,8 @@ def block_scores(
     if rows == 0:
         return out
     compute, precision = _compute_type(index_q, index_k)
+    if compute == tl.float32:
+        pairs, stages = min(pairs, 32), 1
     common = {
         "GROUPS": groups,
         "DIM": dim,
@@ -292,7 +294,9 @@ def attend_blocks(
         return out.zero_()
     compute, precision = _compute_type(q, k, v)
     per_group = heads // groups
-    tile = tile or min(block_tokens, 64)
+    if compute == tl.float32:
+        tile, stages = tile or 32, 1
+    tile = min(block_tokens, tile or 64)
     if splits is None:
         splits = max(1, min(picks, _TARGET_PROGRAMS // (rows * groups)))
     # A share that does not divide the picks may leave the last splits empty; they merge as zeros.
