@@ -51,7 +51,12 @@ def plan_document(
     nominal = nominal_weights(spec)
     whole = engine_weights(spec, Parallel(), mtp_layers=0)
     safe = result.largest_safe_dp
-    notes = (spec.notes, layout.notes, *(placement.budget.layout.notes for placement in result.placements))
+    notes = (
+        spec.notes,
+        layout.notes,
+        *(placement.budget.layout.notes for placement in result.placements),
+        _unchecked_weights(gpu, result),
+    )
     return {
         "model": spec.name,
         "hardware": gpu.name,
@@ -103,6 +108,17 @@ def plan_document(
             for refusal in result.refused
         ],
     }
+
+
+def _unchecked_weights(gpu: Hardware, result: Plan) -> tuple[str, ...]:
+    """A given KV size replaces the budget, so weights that exceed the device would go unnoticed."""
+    heaviest = max(placement.weights_gib for placement in result.placements)
+    if all(placement.budget.terms for placement in result.placements) or heaviest <= gpu.memory_total_gib:
+        return ()
+    return (
+        f"the KV memory is given, so it alone decides; these weights, up to {heaviest:.1f} GiB per rank, exceed the "
+        f"{gpu.memory_total_gib} GiB of {gpu.name}, as when the log is of a checkpoint in a smaller format",
+    )
 
 
 def _round(value: float) -> float:

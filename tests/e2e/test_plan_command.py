@@ -104,6 +104,7 @@ def test_a_logged_kv_size_gives_the_logged_blocks() -> None:
     assert placement["num_gpu_blocks"] == 17_804
     assert placement["kv_tokens_per_rank"] == 1_139_456
     assert placement["max_concurrency"] == pytest.approx(1.39, abs=0.005)
+    assert any("the KV memory is given" in note for note in found["notes"]), "bf16 weights exceed the card"
 
 
 def test_speculation_adds_caches() -> None:
