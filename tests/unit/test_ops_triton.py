@@ -95,6 +95,11 @@ def test_selection_equals_the_naive_one_with_ties(width: int, topk: int, block: 
     assert torch.equal(picked, _ascending(select_topk_causal(scores, positions, topk, backend="naive")))
 
 
+def test_selection_refuses_more_picks_than_a_scan_counts() -> None:
+    with pytest.raises(ValueError, match="topk: 4097 exceeds the 4096"):
+        select_topk_causal(torch.randn(1, 9), torch.tensor([8]), 4097, backend="triton")
+
+
 def test_selection_of_scores_that_differ_in_the_last_bit() -> None:
     bits = torch.tensor(1.5).view(torch.int32) + torch.randperm(40, device="cpu").to(DEVICE).int()
     scores = torch.stack((bits.view(torch.float32), -bits.view(torch.float32)))

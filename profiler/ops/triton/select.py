@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 
 BLOCK_TOKENS = 8192
+# Both running counts of a scan share 32 bits, and a chunk must be twice as long as its survivors.
+MOST_PICKS = 4096
 _LOWEST = tl.constexpr(-(2**31))
 _INIT_KEY = tl.constexpr(2**31 - 1)
 _LOCAL_KEY = tl.constexpr(2**31 - 2)
@@ -143,6 +145,8 @@ def _select(
     block: int | None,
     warps: int | None,
 ) -> torch.Tensor:
+    if topk > MOST_PICKS:
+        raise ValueError(f"topk: {topk} exceeds the {MOST_PICKS} that the Triton selection keeps; use backend='naive'")
     rows, width = scores.shape
     picks = torch.empty(rows, topk, dtype=torch.int32, device=scores.device)
     if rows == 0 or width == 0:
