@@ -34,8 +34,13 @@ def check_tensor(
     if dtypes and tensor.dtype not in dtypes:
         names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise ValueError(f"{name}: expected dtype {names}, found {describe(tensor)}")
-    if device is not None and tensor.device != device:
+    if device is not None and not same_device(tensor.device, device):
         raise ValueError(f"{name}: expected a tensor on {device}, found {describe(tensor)}")
+
+
+def same_device(one: torch.device, other: torch.device) -> bool:
+    """Whether two devices are the same; one without an index ("cuda") is any device of its type."""
+    return one.type == other.type and (None in (one.index, other.index) or one.index == other.index)
 
 
 def check_positive(name: str, value: int) -> None:
