@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from profiler.core.bundle import Bundle, find_bundle, read_bundle
+from profiler.core.bundle import Bundle, find_bundle, read_bundle, variants
 from profiler.core.errors import CapacityError, ConfigError
 from profiler.core.hardware import Hardware, known_hardware, load_hardware
 from profiler.core.kv import KvLayout, kv_layout
+from profiler.core.naming import variant_name
 from profiler.core.registry import load_model
 from profiler.core.types import ModelSpec
 from profiler.core.units import GIB
@@ -58,7 +59,8 @@ def deploy(instance: Instance, first_engine: int, bundle_root: Path, allow_extra
     hardware = None if instance.memory else load_hardware(instance.hardware)
     hardware_name = hardware.name if hardware else instance.hardware
     limits = _limits(instance.engine, spec, hardware)
-    bundle = read_bundle(find_bundle(bundle_root, hardware_name, spec.name, instance.variant))
+    variant = instance.variant or _own_variant(instance, spec, hardware, hardware_name, bundle_root)
+    bundle = read_bundle(find_bundle(bundle_root, hardware_name, spec.name, variant))
     kv = _kv(instance, spec, hardware, limits, bundle)
     lockstep = spec.moe is not None and instance.parallel.dp > 1
     asynchronous = _asynchronous(instance.engine, bundle)
@@ -98,6 +100,18 @@ def deploy(instance: Instance, first_engine: int, bundle_root: Path, allow_extra
     engines = [_engine(deployment, index, spec) for index in deployment.engines]
     groups = [engines] if lockstep else [[engine] for engine in engines]
     return Deployed(deployment, cost, tuple(Group(members, cost, asynchronous=asynchronous) for members in groups))
+
+
+def _own_variant(
+    instance: Instance, spec: ModelSpec, hardware: Hardware | None, hardware_name: str, bundle_root: Path
+) -> str | None:
+    """Among several bundles the one of the run's weights and KV layout; None leaves the choice, or the refusal."""
+    if hardware is None or len(there := variants(bundle_root, hardware_name, spec.name)) < 2:
+        return None
+    asked = instance.engine.kv_cache_dtype
+    layout = kv_layout(spec, instance.parallel, hardware.architecture, asked).layout
+    name = variant_name(spec.quantization.weights, layout)
+    return name if name in there else None
 
 
 def _engine(one: Deployment, index: int, spec: ModelSpec) -> Engine:
