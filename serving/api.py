@@ -6,7 +6,7 @@ from pathlib import Path
 from profiler.core.errors import ConfigError
 from profiler.core.paths import default_bundle_root
 from serving.config import Cluster, Overrides, load_cluster
-from serving.content import block_keys
+from serving.content import block_keys, tells_content
 from serving.core.engine import Group
 from serving.core.loop import run
 from serving.core.request import Request
@@ -88,16 +88,16 @@ def _deploy_all(cluster: Cluster, bundle_root: Path, allow_extrapolation: bool) 
 def _requests(trace: Trace, deployed: list[Deployed]) -> list[Request]:
     """Fresh requests whose block keys fit the block size of the engines.
 
-    Raises ConfigError when engines with prefix caching have different block sizes and the trace has token ids: the
+    Raises ConfigError when engines with prefix caching have different block sizes and the trace tells contents: the
     content of a block would depend on where a request is routed.
     """
     sizes = {one.deployment.block_tokens for one in deployed if one.deployment.prefix_caching}
     keys: list[tuple[int, ...]] = [()] * len(trace.requests)
-    if sizes and any(row.prompt_ids is not None for row in trace.requests):
+    if sizes and tells_content(trace.requests):
         if len(sizes) > 1:
             raise ConfigError(
                 f"instances have KV blocks of {', '.join(map(str, sorted(sizes)))} tokens: a trace with token ids "
-                "needs one block size; switch prefix caching off or use requests without ids"
+                "or prefix hashes needs one block size; switch prefix caching off or use requests without them"
             )
         keys = block_keys(trace.requests, sizes.pop())
     return [

@@ -4,24 +4,92 @@ from collections.abc import Sequence
 
 from serving.traces import TraceRequest
 
+_Known = dict[tuple[int, int | tuple[int, ...]], int]
+
+
+def tells_content(requests: Sequence[TraceRequest]) -> bool:
+    """True when a request has token ids or prefix hashes."""
+    return any(request.prompt_ids is not None or request.prefix is not None for request in requests)
+
 
 def block_keys(requests: Sequence[TraceRequest], block_tokens: int) -> list[tuple[int, ...]]:
-    """Per request one key for each leading full block of `block_tokens` tokens whose ids the trace gives.
+    """Per request one key for each leading full block of `block_tokens` tokens whose content the trace tells.
 
-    Keys number the distinct (key of the block before, token ids) pairs from 0 in order of first appearance, so they
-    are exact: no two contents share one. Output ids extend a prompt whose ids are known. Requests without ids get ().
+    Keys are exact: no two contents share one. They number the distinct (key of the block before, ids in the block)
+    pairs from 0 in order of first appearance; a hash block that holds several blocks takes as many numbers. Output ids
+    extend a prompt whose ids are known. Requests without ids or hashes get ().
     """
-    known: dict[tuple[int, tuple[int, ...]], int] = {}
-    return [_chain(request, block_tokens, known) for request in requests]
+    keys = Keys(block_tokens)
+    return [keys.of(request) for request in requests]
 
 
-def _chain(request: TraceRequest, block_tokens: int, known: dict[tuple[int, tuple[int, ...]], int]) -> tuple[int, ...]:
-    if request.prompt_ids is None:
-        return ()
-    ids = request.prompt_ids + (request.output_ids or ())
-    keys: list[int] = []
-    parent = -1
-    for start in range(0, len(ids) - block_tokens + 1, block_tokens):
-        parent = known.setdefault((parent, ids[start : start + block_tokens]), len(known))
-        keys.append(parent)
-    return tuple(keys)
+class Keys:
+    """Numbers the blocks of `block_tokens` tokens of one request after another."""
+
+    def __init__(self, block_tokens: int) -> None:
+        self.block_tokens = block_tokens
+        self._known: _Known = {}
+        self._next = 0
+
+    def of(self, request: TraceRequest) -> tuple[int, ...]:
+        """One key for each leading full block whose content the trace tells."""
+        ids, unit_tokens, tokens = _told(request)
+        blocks = tokens // self.block_tokens
+        if unit_tokens > self.block_tokens and unit_tokens % self.block_tokens == 0:
+            return self._expanded(ids, unit_tokens, blocks)
+        keys: list[int] = []
+        parent = -unit_tokens
+        for position in range(blocks):
+            parent = self._key(parent, self._part(ids, unit_tokens, position), 1)
+            keys.append(parent)
+        return tuple(keys)
+
+    def of_prompt(self, request: TraceRequest) -> tuple[int, ...]:
+        """One key for every block of the prompt, a part-filled last one included; own ones where nothing is told."""
+        ids, unit_tokens, told_tokens = _told(request)
+        keys: list[int] = []
+        parent = -unit_tokens
+        for position in range(-(-request.prompt_tokens // self.block_tokens)):
+            end = (position + 1) * self.block_tokens
+            if min(end, request.prompt_tokens) > told_tokens:
+                keys.append(self._new(1))
+                continue
+            part = self._part(ids, unit_tokens, position, min(end, request.prompt_tokens))
+            parent = self._key(parent, part if end <= request.prompt_tokens else (*part, -request.prompt_tokens), 1)
+            keys.append(parent)
+        return tuple(keys)
+
+    def _expanded(self, ids: tuple[int, ...], unit_tokens: int, blocks: int) -> tuple[int, ...]:
+        """A hash block holds whole blocks: one look-up for all of them."""
+        per_unit = unit_tokens // self.block_tokens
+        keys: list[int] = []
+        parent = -unit_tokens
+        for one in ids:
+            parent = self._key(parent, one, per_unit)
+            keys.extend(range(parent, parent + per_unit))
+        return tuple(keys[:blocks])
+
+    def _part(self, ids: tuple[int, ...], unit_tokens: int, position: int, end: int | None = None) -> tuple[int, ...]:
+        start = position * self.block_tokens
+        return ids[start // unit_tokens : -(-(end or start + self.block_tokens) // unit_tokens)]
+
+    def _key(self, parent: int, part: int | tuple[int, ...], count: int) -> int:
+        key = self._known.get((parent, part))
+        if key is None:
+            key = self._known[parent, part] = self._new(count)
+        return key
+
+    def _new(self, count: int) -> int:
+        first = self._next
+        self._next += count
+        return first
+
+
+def _told(request: TraceRequest) -> tuple[tuple[int, ...], int, int]:
+    """The ids that tell the content, the tokens that each stands for, and the tokens that they cover."""
+    if request.prompt_ids is not None:
+        ids = request.prompt_ids + (request.output_ids or ())
+        return ids, 1, len(ids)
+    if request.prefix is not None:
+        return request.prefix.ids, request.prefix.block_tokens, request.prefix.tokens
+    return (), 1, 0

@@ -1,123 +1,189 @@
-"""JSON lines: one request per line.
+"""JSON lines: one request, or one agentic session, per line.
 
     {"input_toks": 120, "output_toks": 30, "arrival_time_ns": 5000000,
-     "input_tok_ids": [...], "output_tok_ids": [...], "request_id": "a", "priority": 0}
+     "input_tok_ids": [...], "output_tok_ids": [...], "request_id": "a", "priority": 0, "session_id": "s",
+     "hash_ids": [...], "hash_block_tokens": 64, "hash_tokens": 120}
+    {"session_id": "s", "arrival_time_ns": 5000000,
+     "sub_requests": [{"input_toks": 120, "output_toks": 30, "tool_duration_ns": 2000000}, ...]}
 
-The second line is optional; of two priorities the lower is more urgent.
-
-Lines of agentic sessions (`sub_requests`) are recognised and refused: they are not replayed.
+Only the first three keys are needed. Of two priorities the lower is more urgent. The three hash keys come together, in
+place of token ids: the first `hash_tokens` tokens of prompt and output in blocks of `hash_block_tokens`, the last one
+perhaps part-filled, equal ids for equal content behind an equal prefix. Call k + 1 of a session is released
+`tool_duration_ns` after call k has finished; the calls take token ids and hashes as well.
 """
 
 import json
 from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
-from profiler.core.errors import nearest
-from serving.traces import BadRow, TraceRequest
+from serving.traces import BadRow, PrefixHashes, Row, TraceRequest
+from serving.traces._rows import MAX_NS, check_keys, id_list, integer, keys_of, name, parsed, token_ids
 
 NAME: Final = "jsonl"
 FIELDS: Final = ("input_toks", "output_toks", "arrival_time_ns")
-_OPTIONAL: Final = ("input_tok_ids", "output_tok_ids", "request_id", "priority")
-_SESSION: Final = ("sub_requests", "session_id")
-_NO_SESSIONS: Final = (
-    "a line of an agentic session (sub_requests); sessions are not supported, "
-    f"give one line per request with {', '.join(FIELDS)}"
+OWN_IDS: Final = True
+HASH_BLOCK_TOKENS: Final = None
+KEEPS: Final = frozenset(
+    {"request ids", "priorities", "session names", "sessions", "token ids", "prefix hashes"},
 )
-_MAX_NS: Final = 2**63 - 1
+RESOLUTION_NS: Final = 1
+_CONTENT: Final = ("input_tok_ids", "output_tok_ids", "hash_ids", "hash_block_tokens", "hash_tokens")
+_FLAT: Final = (*FIELDS, "request_id", "priority", "session_id", *_CONTENT)
+_SESSION: Final = ("session_id", "arrival_time_ns", "priority", "sub_requests")
+_CALL: Final = ("input_toks", "output_toks", "tool_duration_ns", "request_id", *_CONTENT)
 
 
 def claims(first_line: str) -> bool:
     """True for a JSON object with one of the fields, and for a line that looks like an object but does not parse."""
-    if not first_line.lstrip().startswith("{"):
-        return False
-    try:
-        row = json.loads(first_line)
-    except (ValueError, RecursionError):
-        return any(f'"{field}"' in first_line for field in FIELDS + _SESSION)
-    return not row.keys().isdisjoint(FIELDS + _SESSION)
+    return not keys_of(first_line).isdisjoint((*FIELDS, "sub_requests"))
 
 
-def read(lines: Iterable[tuple[int, str]]) -> Iterator[tuple[int, TraceRequest | BadRow]]:
+def read(lines: Iterable[tuple[int, str]], hash_block_tokens: int = 0) -> Iterator[tuple[int, Row]]:
+    sessions: set[str] = set()
     for number, (line, text) in enumerate(lines):
         try:
-            row = _object(text)
-            yield line, BadRow(_NO_SESSIONS, skippable=False) if _is_session(row) else _request(row, number)
+            row = parsed(text)
+            yield line, _session(row, number, sessions) if "sub_requests" in row else _flat(row, number)
         except ValueError as error:
             yield line, BadRow(str(error))
 
 
-def _is_session(row: dict[str, Any]) -> bool:
-    return not row.keys().isdisjoint(_SESSION)
-
-
-def _object(text: str) -> dict[str, Any]:
-    try:
-        row = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_no_constant)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not valid JSON: {error.msg} at column {error.colno}") from None
-    except RecursionError:
-        raise ValueError("not valid JSON: nested too deeply") from None
-    if not isinstance(row, dict):
-        raise ValueError(f"a row must be a JSON object, found {type(row).__name__}")
-    return row
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    row = dict(pairs)
-    if len(row) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"key {next(key for key in keys if keys.count(key) > 1)!r} appears twice")
-    return row
-
-
-def _no_constant(text: str) -> None:
-    raise ValueError(f"{text} is not a number of JSON")
-
-
-def _request(row: dict[str, Any], number: int) -> TraceRequest:
-    for key in row:
-        if key not in FIELDS + _OPTIONAL:
-            hint = nearest(key, FIELDS + _OPTIONAL)
-            raise ValueError(
-                f"unknown key {key!r}"
-                + (f"; did you mean {hint!r}?" if hint else "")
-                + f" Known: {', '.join(FIELDS + _OPTIONAL)}."
-            )
-    prompt_tokens = _integer(row, "input_toks", 1)
-    output_tokens = _integer(row, "output_toks", 1)
-    return TraceRequest(
-        request_id=_request_id(row, number),
-        arrival_ns=_integer(row, "arrival_time_ns", 0),
-        prompt_tokens=prompt_tokens,
-        output_tokens=output_tokens,
-        prompt_ids=_ids(row, "input_tok_ids", prompt_tokens),
-        output_ids=_ids(row, "output_tok_ids", output_tokens),
-        priority=_integer(row, "priority", -_MAX_NS) if "priority" in row else 0,
+def _flat(row: dict[str, Any], number: int) -> TraceRequest:
+    check_keys(row, _FLAT)
+    return _request(
+        row,
+        name(row, "request_id") or str(number),
+        integer(row, "arrival_time_ns", 0),
+        priority=_priority(row),
+        session_id=name(row, "session_id"),
     )
 
 
-def _integer(row: dict[str, Any], key: str, least: int) -> int:
-    if key not in row:
-        raise ValueError(f"{key} is missing")
-    value = row[key]
-    if type(value) is not int or not least <= value <= _MAX_NS:
-        raise ValueError(f"{key} must be an integer of at least {least}, found {json.dumps(value)[:40]}")
-    return value
+def _session(row: dict[str, Any], number: int, sessions: set[str]) -> tuple[TraceRequest, ...]:
+    check_keys(row, _SESSION)
+    session_id = name(row, "session_id") or f"session_{number}"
+    if session_id in sessions:
+        raise ValueError(f"session_id {session_id!r} appears twice")
+    arrival_ns, priority, calls = integer(row, "arrival_time_ns", 0), _priority(row), row["sub_requests"]
+    if not isinstance(calls, list) or not calls or not all(isinstance(call, dict) for call in calls):
+        raise ValueError("sub_requests must be a list of at least one JSON object")
+    result = []
+    tool_duration_ns = 0
+    for index, call in enumerate(calls):
+        try:
+            check_keys(call, _CALL)
+            result.append(
+                _request(
+                    call,
+                    name(call, "request_id") or f"{session_id}/{index}",
+                    arrival_ns,
+                    priority=priority,
+                    session_id=session_id,
+                    call_index=index,
+                    tool_duration_ns=tool_duration_ns,
+                )
+            )
+            tool_duration_ns = integer(call, "tool_duration_ns", 0) if "tool_duration_ns" in call else 0
+        except ValueError as error:
+            raise ValueError(f"sub_requests[{index}]: {error}") from None
+    if len({call.request_id for call in result}) < len(result):
+        raise ValueError("two calls of the session have the same request_id")
+    sessions.add(session_id)
+    return tuple(result)
 
 
-def _ids(row: dict[str, Any], key: str, length: int) -> tuple[int, ...] | None:
-    if key not in row:
+def _request(row: dict[str, Any], request_id: str, arrival_ns: int, **placed: Any) -> TraceRequest:
+    prompt_tokens = integer(row, "input_toks", 1)
+    output_tokens = integer(row, "output_toks", 1)
+    return TraceRequest(
+        request_id=request_id,
+        arrival_ns=arrival_ns,
+        prompt_tokens=prompt_tokens,
+        output_tokens=output_tokens,
+        prompt_ids=token_ids(row, "input_tok_ids", prompt_tokens),
+        output_ids=token_ids(row, "output_tok_ids", output_tokens),
+        prefix=_prefix(row, prompt_tokens + output_tokens),
+        **placed,
+    )
+
+
+def _priority(row: dict[str, Any]) -> int:
+    return integer(row, "priority", -MAX_NS) if "priority" in row else 0
+
+
+def _prefix(row: dict[str, Any], most_tokens: int) -> PrefixHashes | None:
+    if row.keys().isdisjoint(("hash_ids", "hash_block_tokens", "hash_tokens")):
         return None
-    ids = row[key]
-    if not isinstance(ids, list) or any(type(one) is not int or one < 0 for one in ids):
-        raise ValueError(f"{key} must be a list of integers of at least 0")
-    if len(ids) != length:
-        raise ValueError(f"{key} has {len(ids)} ids for {length} tokens")
-    return tuple(ids)
+    if "input_tok_ids" in row or "output_tok_ids" in row:
+        raise ValueError("hash_ids and token ids exclude each other")
+    ids = id_list(row, "hash_ids")
+    block_tokens = integer(row, "hash_block_tokens", 1)
+    tokens = integer(row, "hash_tokens", 0)
+    if tokens > most_tokens:
+        raise ValueError(f"hash_tokens is {tokens}, prompt and output have {most_tokens} tokens")
+    if len(ids) != -(-tokens // block_tokens):
+        need = -(-tokens // block_tokens)
+        raise ValueError(f"hash_ids has {len(ids)} ids, {tokens} tokens need {need} (one per block of {block_tokens})")
+    return PrefixHashes(ids, block_tokens, tokens)
 
 
-def _request_id(row: dict[str, Any], number: int) -> str:
-    value = row.get("request_id", number)
-    if type(value) is int or (isinstance(value, str) and value.strip()):
-        return str(value)
-    raise ValueError(f"request_id must be a non-empty text or an integer, found {json.dumps(value)[:40]}")
+def write(requests: Iterable[TraceRequest], hash_block_tokens: int = 0) -> Iterator[str]:
+    """One line per request or session. A request_id is left out where the reader would give the same."""
+    number = 0
+    session: list[TraceRequest] = []
+    for request in requests:
+        if session and not request.call_index:
+            yield _session_line(session, number)
+            number += 1
+            session = []
+        if request.call_index is None:
+            yield _line(_flat_row(request, number))
+            number += 1
+        else:
+            session.append(request)
+    if session:
+        yield _session_line(session, number)
+
+
+def _flat_row(request: TraceRequest, number: int) -> dict[str, Any]:
+    row: dict[str, Any] = {"arrival_time_ns": request.arrival_ns}
+    if request.request_id != str(number):
+        row["request_id"] = request.request_id
+    if request.session_id is not None:
+        row["session_id"] = request.session_id
+    if request.priority:
+        row["priority"] = request.priority
+    return row | _tokens(request)
+
+
+def _session_line(calls: list[TraceRequest], number: int) -> str:
+    first = calls[0]
+    row: dict[str, Any] = {"session_id": first.session_id, "arrival_time_ns": first.arrival_ns}
+    if first.priority:
+        row["priority"] = first.priority
+    subs = []
+    for index, call in enumerate(calls):
+        sub = _tokens(call)
+        if index + 1 < len(calls):
+            sub["tool_duration_ns"] = calls[index + 1].tool_duration_ns
+        if call.request_id != f"{first.session_id}/{index}":
+            sub["request_id"] = call.request_id
+        subs.append(sub)
+    return _line(row | {"sub_requests": subs})
+
+
+def _tokens(request: TraceRequest) -> dict[str, Any]:
+    row: dict[str, Any] = {"input_toks": request.prompt_tokens, "output_toks": request.output_tokens}
+    if request.prompt_ids is not None:
+        row["input_tok_ids"] = request.prompt_ids
+    if request.output_ids is not None:
+        row["output_tok_ids"] = request.output_ids
+    if request.prefix is not None:
+        row["hash_ids"] = request.prefix.ids
+        row["hash_block_tokens"] = request.prefix.block_tokens
+        row["hash_tokens"] = request.prefix.tokens
+    return row
+
+
+def _line(row: dict[str, Any]) -> str:
+    return json.dumps(row, separators=(",", ":")) + "\n"
