@@ -23,7 +23,7 @@ DEFAULT_UTILIZATION = 0.9
 HEADROOM_GIB = 5.0
 HEADROOM_SOURCE = (
     "DeepSeek-V3.2-FP8 with tp 1 dp 8 ep 8 on 8 x H200 ran out of memory at max_model_len 163,840 and worked at 81,920 "
-    "(docs.gpustack.ai performance lab, vLLM 0.13); this budget leaves 4.2 and 7.8 GiB there with fp8 KV, and with bf16 "
+    "(docs.gpustack.ai performance lab, vLLM 0.13); this budget leaves 4.2 and 7.8 GiB there with fp8 KV; with bf16 "
     "KV it refuses the first and leaves 5.5 GiB in the second"
 )
 
