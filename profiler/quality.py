@@ -19,7 +19,7 @@ from typing import Any, Final
 from profiler.core.bundle import Table
 from profiler.core.tables import KEY_COLUMNS
 from profiler.core.types import ModelSpec
-from profiler.kernels._breaks import breaks
+from profiler.kernels._breaks import breaks, jumps
 from profiler.kernels._components import ATTENTION_LIKE
 from profiler.timing import percentile
 
@@ -155,9 +155,12 @@ def disorder(line: Line) -> tuple[int, int]:
 
 
 def open_changes(line: Line) -> int:
-    """Changes of kernel that lie between two points further apart than one token, so that a lookup leads across."""
-    gaps = [(low.at, high.at) for low, high in pairwise(line.points) if high.at > low.at + 1]
-    return sum(any(low <= at < high for low, high in gaps) for at in line.breaks)
+    """Changes of kernel within the line that a lookup leads across: a step without points at both its sides, a bend
+    without a point on it."""
+    has = {point.at for point in line.points}
+    needed = (0, 1) if jumps(line.kernel, line.axis) else (0,)
+    first, last = line.points[0].at, line.points[-1].at
+    return sum(first <= at < last and not all(at + step in has for step in needed) for at in line.breaks)
 
 
 def quality(table: Table, spec: ModelSpec) -> dict[str, Any]:

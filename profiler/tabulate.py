@@ -200,7 +200,12 @@ def _axis_text(values: Iterable[str | int | float]) -> str:
 
 
 def bundle_meta(runs: Sequence[Run], spec: ModelSpec, acquired: Acquired, binding: Binding) -> dict[str, Any]:
-    """meta.yaml of a bundle, without `files`. Time and command are those of the last run that measured."""
+    """meta.yaml of a bundle, without `files`."""
+    return meta_of_runs(runs, spec, binding) | {"grid": dict(acquired.grid)}
+
+
+def meta_of_runs(runs: Sequence[Run], spec: ModelSpec, binding: Binding) -> dict[str, Any]:
+    """What runs say of all their tables alike. Time and command are those of the last one."""
     run, info = runs[-1], runs[-1].info
     return {
         "schema_version": SCHEMA_VERSION,
@@ -218,7 +223,7 @@ def bundle_meta(runs: Sequence[Run], spec: ModelSpec, acquired: Acquired, bindin
         "protocol": dict(run.protocol),
         "layer_kinds": list(info.layer_kinds),
         "shared_kernels": dict(binding.FUSED),
-        "grid": dict(acquired.grid),
+        "grid": {},
         "measured_at": run.started_at,
         "command": run.command,
     }

@@ -159,7 +159,7 @@ def progress_bar(title: str) -> "Iterator[Report]":
         yield lambda done, total, label: progress.update(task, completed=done, total=total, shot=label[:60])
 
 
-def _skew_lines(fit: Mapping[str, Any]) -> "Iterator[str]":
+def skew_lines(fit: Mapping[str, Any]) -> "Iterator[str]":
     """Per kernel and kind of unequal batch: the error of each form on batches that were not fitted."""
     for kernel, kinds in fit.items():
         for kind, report in kinds.items():
@@ -183,7 +183,7 @@ def print_tables(bundle: Path | None, acquired: "Acquired") -> None:
             f"  tp{acquired.tp}/{category}.csv: {len(table)} rows of {', '.join(table.names[:4])}"
             f"{', ...' if len(table.names) > 4 else ''}; {min(times):.2f} to {max(times):.2f} us; {spread}".rstrip("; ")
         )
-    for line in _skew_lines(acquired.grid.get(f"tp{acquired.tp}/skew", {}).get("fit", {})):
+    for line in skew_lines(acquired.grid.get(f"tp{acquired.tp}/skew", {}).get("fit", {})):
         click.echo(f"  {line}")
     if acquired.unbound:
         click.echo(

@@ -284,16 +284,24 @@ def write_bundle(
     return target
 
 
+def disagreements(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """What two metas say differently of the things that all tables of a bundle share, one line each."""
+    return [
+        f"{key}: {old.get(key)!r} there, {new[key]!r} now"
+        for key in REQUIRED_META
+        if key not in _PER_ACQUISITION and old.get(key) != _plain(new[key])
+    ]
+
+
 def _kept(
     target: Path, meta: Mapping[str, Any], tables: Mapping[tuple[int, Category], Table], force: bool
 ) -> tuple[dict[str, Any], dict[tuple[int, Category], Table], dict[str, Any], dict[int, Sequence[SkewFit]]]:
     old = read_bundle(target)
-    disagree = [key for key in REQUIRED_META if key not in _PER_ACQUISITION and old.meta.get(key) != _plain(meta[key])]
+    disagree = disagreements(old.meta, meta)
     if disagree and force:
         return {}, {}, {}, {}
     if disagree:
-        lines = "; ".join(f"{key}: {old.meta.get(key)!r} there, {meta[key]!r} now" for key in disagree)
-        raise ConfigError(f"{target}: exists with other settings ({lines}). --force writes it anew.")
+        raise ConfigError(f"{target}: exists with other settings ({'; '.join(disagree)}). --force writes it anew.")
     twice = sorted(table_path(*key) for key in tables if key in old.tables)
     if twice and not force:
         raise ConfigError(f"{target}: has {', '.join(twice)} already. --force replaces them.")

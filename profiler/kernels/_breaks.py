@@ -7,6 +7,15 @@ _AT_THE_CAP = frozenset({"index_topk", "block_topk", "sparse_mla", "sparse_gqa"}
 _INDEXER = frozenset({"index_scores", "index_topk"})
 
 
+def jumps(name: str, axis: str) -> bool:
+    """Whether time steps at a kernel's breaks, so that points are needed at both b and b + 1; else it only bends."""
+    return axis == "prefill_chunk_tokens" or (axis, name) in (
+        ("prefill_context_tokens", "mla_dense_prefill"),
+        ("decode_kv_tokens", "index_topk"),
+        ("decode_kv_tokens", "block_topk"),
+    )
+
+
 def breaks(spec: ModelSpec, name: str, axis: str, other: int) -> tuple[int, ...]:
     """Last coordinates before each change, ascending: the kernel at b works otherwise than that at b + 1.
 

@@ -1,0 +1,81 @@
+"""What a bundle holds, in a few lines per table: rows, range, spread, error of interpolation."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from profiler.core.bundle import Bundle, Table
+from profiler.core.errors import ConfigError
+from profiler.core.registry import load_model
+from profiler.core.tables import KEY_COLUMNS
+from profiler.core.types import Category, ModelSpec
+from profiler.quality import quality
+
+
+@dataclass(frozen=True, slots=True)
+class TableSummary:
+    """quality: as `profiler.quality.quality` gives it, empty when the model's configuration is not here."""
+
+    tp: int
+    category: Category
+    rows: int
+    components: tuple[str, ...]
+    axes: Mapping[str, tuple[float, ...]]
+    least_us: float
+    most_us: float
+    quality: Mapping[str, Any]
+
+
+def summarise(bundle: Bundle) -> list[TableSummary]:
+    """Every table, by tp and category; quality is computed from the tables themselves."""
+    spec = model_of(bundle)
+    return [_table(tp, category, bundle.tables[tp, category], spec) for tp, category in sorted(bundle.tables)]
+
+
+def model_of(bundle: Bundle) -> ModelSpec | None:
+    """The bundle's model, None when its configuration is not stored here."""
+    try:
+        return load_model(str(bundle.meta["model"]))
+    except ConfigError:
+        return None
+
+
+def _table(tp: int, category: Category, table: Table, spec: ModelSpec | None) -> TableSummary:
+    axes = {
+        name: tuple(sorted({float(value) for value in table.columns[name]}))
+        for name in KEY_COLUMNS[category][1:]
+        if not any(isinstance(value, str) for value in table.columns[name])
+    }
+    times = [float(value) for value in table.columns["time_us"]]
+    found = quality(table, spec) if spec else {}
+    return TableSummary(tp, category, len(table), table.names, axes, min(times), max(times), found)
+
+
+def skew_of(bundle: Bundle, tp: int) -> Mapping[str, Any]:
+    """Errors of the forms of unequal batches as meta.yaml keeps them, per kernel; empty when there are none."""
+    entry = bundle.meta.get("grid", {}).get(f"tp{tp}/skew") or {}
+    found: Mapping[str, Any] = entry.get("fit") or {}
+    return found
+
+
+def percent(found: Mapping[str, Any], name: str) -> str:
+    """`p50 1.2% p90 3.4%` of one figure, a dash when there is none."""
+    value = found.get(name)
+    return f"p50 {value['p50']:.1%} p90 {value['p90']:.1%}" if value else "-"
+
+
+def share(found: Mapping[str, Any]) -> str:
+    """Neighbouring pairs out of order, of all of them."""
+    value = found.get("disorder")
+    return f"{value['wrong']} of {value['pairs']}" if value else "-"
+
+
+def flat(value: Any, name: str = "") -> list[tuple[str, str]]:
+    """Nested mappings and lists as (dotted name, text) pairs."""
+    if isinstance(value, Mapping):
+        return [pair for key, item in value.items() for pair in flat(item, f"{name}.{key}" if name else str(key))]
+    if isinstance(value, list | tuple):
+        if all(not isinstance(item, Mapping | list | tuple) for item in value):
+            return [(name, ", ".join(map(str, value)))]
+        return [pair for index, item in enumerate(value) for pair in flat(item, f"{name}.{index}")]
+    return [(name, str(value))]

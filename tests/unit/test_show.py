@@ -1,0 +1,74 @@
+"""Summaries and pages of bundles: what they say is in the tables, and no text of a bundle becomes markup."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_bundle import meta
+
+from profiler.__main__ import main
+from profiler.core.bundle import make_table, read_bundle, write_bundle
+from profiler.core.skew_fit import SkewFit
+from profiler.page import page
+from profiler.summary import flat, summarise
+
+EVIL = "<script>alert(1)</script>"
+
+
+def bundle(tmp_path: Path, name: str = "index_scores", **changes: Any) -> Path:
+    cells = [(name, 0, 0, n, kv, 1, 3.0 + 0.01 * n * kv, 0.02) for n in (1, 2, 4) for kv in (64, 1_024, 4_096, 16_384)]
+    cells += [
+        (name, chunk, context, 0, 0, 0, 9.0 + chunk + context, 0.02) for chunk in (16, 64) for context in (0, 512)
+    ]
+    tables = {
+        (1, "indexer"): make_table("indexer", cells),
+        (1, "dense"): make_table("dense", [("o_proj", n, 25.0 + n, 0.01) for n in (1, 2, 4)]),
+        (1, "moe"): make_table("moe", [("experts", 8, n, 4, 2 * n, 30.0 + n, 0.01) for n in (8, 16)]),
+        (1, "skew"): make_table("skew", [(name, "none", "1x8192 3x64", "fit", 80.0, 0.01)]),
+    }
+    facts = {"model": "deepseek-ai/DeepSeek-V3.2-Exp"} | changes
+    return write_bundle(tmp_path, meta(**facts), tables, skew_fits={1: [SkewFit(name, 0, 4, 0.5, 1)]})  # type: ignore[arg-type]
+
+
+def test_a_summary_has_every_table_with_its_figures(tmp_path: Path) -> None:
+    found = {one.category: one for one in summarise(read_bundle(bundle(tmp_path)))}
+    assert set(found) == {"indexer", "dense", "moe", "skew"}
+    assert found["indexer"].rows == 16 and found["indexer"].axes["decode_requests"] == (0.0, 1.0, 2.0, 4.0)
+    assert found["indexer"].quality["leave_one_out"]["p90"] == pytest.approx(0.0, abs=1e-3)
+    assert found["dense"].quality["spread_from_20_us"] == {"p50": 0.01, "p90": 0.01, "cells": 3}
+    assert (found["moe"].least_us, found["moe"].most_us) == (38.0, 46.0)
+
+
+def test_the_page_holds_every_plot_and_fetches_nothing(tmp_path: Path) -> None:
+    text = page(read_bundle(bundle(tmp_path)))
+    for title in ("time against the end of the chunk", "decode: time against the keys", "dense: time against tokens"):
+        assert title in text
+    assert "alpha of unequal decode batches" in text and "experts: time against local_pairs" in text
+    body = text.replace(text[text.index("<script>") : text.index("</script>")], "")
+    assert not re.search(r"<(script|link|img)[^>]+(src|href)=", body)
+    assert text.count('class="plotly-graph-div"') == 4 - 1 + 1 + 2 + 1
+
+
+def test_no_text_of_a_bundle_becomes_markup(tmp_path: Path) -> None:
+    text = page(read_bundle(bundle(tmp_path, EVIL, command=EVIL, gpu={"name": EVIL, "driver": '"><b>'})))
+    assert EVIL not in text and "<b>" not in text[text.index("<body>") :]
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in text
+
+
+def test_nested_facts_are_flattened_with_their_path() -> None:
+    assert flat({"a": {"b": [1, 2]}, "c": [{"d": 3}]}) == [("a.b", "1, 2"), ("c.0.d", "3")]
+
+
+def test_the_command_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = bundle(tmp_path / "perf")
+    main(["show", str(path), "--html", str(tmp_path / "out" / "page.html")], standalone_mode=False)
+    printed = capsys.readouterr().out
+    assert printed.startswith("deepseek-ai/DeepSeek-V3.2-Exp on H200")
+    assert re.search(r"1 indexer +16 ", printed)
+    assert (tmp_path / "out" / "page.html").read_text().startswith("<!doctype html>")
+    relative = str(path.relative_to(tmp_path / "perf"))
+    main(["show", relative, "--out-root", str(tmp_path / "perf"), "--format", "json"], standalone_mode=False)
+    report = json.loads(capsys.readouterr().out)
+    assert [table["category"] for table in report["tables"]] == ["dense", "indexer", "moe", "skew"]
