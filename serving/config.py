@@ -38,7 +38,7 @@ class EngineSettings:
     block_tokens: None is what the engine picks for the model and the card. eager: no CUDA graphs, so steps are not
     padded to captured sizes. host_overhead_us: time per step that the host takes, as stated by the user.
     async_scheduling: None is what the engine version does by default.
-    device_overhead_us: time of the device per step that the tables do not contain, as stated by the user.
+    step_overhead_us: device time per step that the tables do not contain; None is the value of the GPU's file.
     """
 
     max_model_len_tokens: int | None
@@ -56,7 +56,7 @@ class EngineSettings:
     eager: bool = False
     host_overhead_us: float = 0.0
     async_scheduling: bool | None = None
-    device_overhead_us: float = 0.0
+    step_overhead_us: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +163,7 @@ class EngineFile(Strict):
     available_kv_gib: Positive | None = None
     enforce_eager: bool = False
     host_overhead_us: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    device_overhead_us: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    step_overhead_us: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
 
 
 class InstanceFile(Strict):
@@ -246,7 +246,7 @@ def _settings(engine: EngineFile) -> EngineSettings:
         eager=engine.enforce_eager,
         host_overhead_us=engine.host_overhead_us,
         async_scheduling=engine.async_scheduling,
-        device_overhead_us=engine.device_overhead_us,
+        step_overhead_us=engine.step_overhead_us,
     )
 
 

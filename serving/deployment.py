@@ -64,6 +64,7 @@ def deploy(instance: Instance, first_engine: int, bundle_root: Path, allow_extra
     kv = _kv(instance, spec, hardware, limits, bundle)
     lockstep = spec.moe is not None and instance.parallel.dp > 1
     asynchronous = _asynchronous(instance.engine, bundle)
+    step_us, step_source = _step_overhead(instance, hardware)
     cost = build_cost(
         bundle=bundle,
         spec=spec,
@@ -75,7 +76,8 @@ def deploy(instance: Instance, first_engine: int, bundle_root: Path, allow_extra
         capture_sizes=() if instance.engine.eager else default_capture_sizes(limits.max_num_seqs),
         host_us=instance.engine.host_overhead_us,
         host_overlaps=asynchronous,
-        device_us=instance.engine.device_overhead_us,
+        step_us=step_us,
+        step_source=step_source,
         allow_extrapolation=allow_extrapolation,
     )
     deployment = Deployment(
@@ -94,7 +96,8 @@ def deploy(instance: Instance, first_engine: int, bundle_root: Path, allow_extra
         eager=instance.engine.eager,
         host_overhead_us=instance.engine.host_overhead_us,
         async_scheduling=asynchronous,
-        device_overhead_us=instance.engine.device_overhead_us,
+        step_overhead_us=step_us,
+        step_overhead_source=step_source,
         tables=_tables(bundle),
     )
     engines = [_engine(deployment, index, spec) for index in deployment.engines]
@@ -132,6 +135,17 @@ def _asynchronous(asked: EngineSettings, bundle: Bundle) -> bool:
     version = (bundle.meta["engine"].get("versions") or {}).get("vllm")
     numbers = re.match(r"(\d+)\.(\d+)", str(version or ""))
     return numbers is None or (int(numbers[1]), int(numbers[2])) >= _ASYNC_SINCE
+
+
+def _step_overhead(instance: Instance, hardware: Hardware | None) -> tuple[float, str]:
+    """Device time per step outside the tables, and where it is from: the cluster file, the GPU's file, or nothing."""
+    if instance.engine.step_overhead_us is not None:
+        return instance.engine.step_overhead_us, "stated"
+    if hardware is None and instance.hardware in known_hardware():
+        hardware = load_hardware(instance.hardware)
+    if hardware is None or hardware.step_overhead_us is None:
+        return 0.0, "not known"
+    return hardware.step_overhead_us, "hardware file"
 
 
 def _limits(asked: EngineSettings, spec: ModelSpec, hardware: Hardware | None) -> Limits:

@@ -156,7 +156,8 @@ def _deployment(one: Deployment) -> dict[str, Any]:
         "enforce_eager": one.eager,
         "host_overhead_us": one.host_overhead_us,
         "async_scheduling": one.async_scheduling,
-        "device_overhead_us": one.device_overhead_us,
+        "step_overhead_us": one.step_overhead_us,
+        "step_overhead_source": one.step_overhead_source,
         "tables": {
             "hardware": one.tables.hardware,
             "model": one.tables.model,

@@ -43,7 +43,8 @@ class Deployment:
     eager: bool
     host_overhead_us: float
     async_scheduling: bool
-    device_overhead_us: float
+    step_overhead_us: float
+    step_overhead_source: str
     tables: Tables
 
     @property

@@ -16,6 +16,7 @@ from profiler.core.paths import hardware_root
 
 _NUMBERS = ("memory_total_gib", "hbm_gbps", "bf16_tflops", "fp8_tflops", "l2_mib")
 _COUNTS = ("sm_count", "gpus_per_node")
+_OPTIONAL = ("step_overhead_us",)
 _KEYS = ("name", "aliases", "architecture", *_NUMBERS, *_COUNTS, "links")
 _LINK_KEYS = ("bandwidth_gbps", "latency_us", "source")
 _LARGEST = 1e9
@@ -42,6 +43,7 @@ class Hardware:
     architecture: "sm90" and the like. memory_total_gib: what the CUDA runtime reports as the device's total memory,
     which is what vLLM multiplies with its utilisation. bf16_tflops and fp8_tflops: dense peaks of the tensor cores.
     gpus_per_node: GPUs that share the `intra_node` link. links: by tier, see TIERS. sources: where each number is from.
+    step_overhead_us: device time of an engine's step that no kernel table holds; None where nobody has found it out.
     """
 
     name: str
@@ -56,6 +58,7 @@ class Hardware:
     gpus_per_node: int
     links: Mapping[str, Link] = field(hash=False)
     sources: Mapping[str, str] = field(hash=False)
+    step_overhead_us: float | None = None
 
 
 def known_hardware(root: Path | None = None) -> tuple[str, ...]:
@@ -96,7 +99,8 @@ def _folded(text: str) -> str:
 def _read(name: str, root: Path | None) -> Hardware:
     path = (root or hardware_root()) / f"{name}.yaml"
     values = read_mapping(path)
-    _check_keys(path, "", values, _KEYS)
+    optional = tuple(key for key in _OPTIONAL if key in values)
+    _check_keys(path, "", values, (*_KEYS, *optional))
     if values["name"] != name:
         raise ConfigError(f"{path}: name is {values['name']!r}; it must be the file's, {name!r}")
     aliases = values["aliases"]
@@ -105,7 +109,7 @@ def _read(name: str, root: Path | None) -> Hardware:
     if not isinstance(values["architecture"], str) or not re.fullmatch(r"sm\d{2,3}", values["architecture"]):
         raise ConfigError(f"{path}: architecture is {values['architecture']!r}; it must look like 'sm90'")
     numbers, sources = {}, {}
-    for key in (*_NUMBERS, *_COUNTS):
+    for key in (*_NUMBERS, *_COUNTS, *optional):
         numbers[key], sources[key] = _sourced(path, key, values[key])
     for key in _COUNTS:
         if numbers[key] != int(numbers[key]):
@@ -119,6 +123,7 @@ def _read(name: str, root: Path | None) -> Hardware:
         gpus_per_node=int(numbers["gpus_per_node"]),
         links=_links(path, values["links"]),
         sources=sources,
+        step_overhead_us=numbers.get("step_overhead_us"),
     )
 
 

@@ -35,7 +35,8 @@ def build_cost(
     capture_sizes: Sequence[int] = (),
     host_us: float = 0.0,
     host_overlaps: bool = False,
-    device_us: float = 0.0,
+    step_us: float = 0.0,
+    step_source: str = "stated",
     allow_extrapolation: bool = False,
 ) -> TableCost:
     """The StepCost of one group of `parallel.dp` engines.
@@ -45,7 +46,7 @@ def build_cost(
     max_num_batched_tokens: the token budget of a step; dense tables that end below it are refused at once.
     capture_sizes: CUDA-graph sizes (serving.cost.default_capture_sizes), empty for eager. host_us: host time per
     step, as stated by the caller; where `host_overlaps` (asynchronous scheduling) only what it exceeds the device's
-    time by counts. device_us: device time per step that the tables do not contain, as stated.
+    time by counts. step_us: device time per step that the tables do not contain; step_source says where it is from.
 
     Raises ContractError when the bundle is not meant for serving or its KV layout or cap disagrees, CoverageError when
     a table or kernel is missing, ConfigError for a split that is not priced.
@@ -82,7 +83,8 @@ def build_cost(
         capture_sizes=tuple(sorted(capture_sizes)),
         host_us=host_us,
         host_overlaps=host_overlaps,
-        device_us=device_us,
+        step_us=step_us,
+        step_source=step_source,
         outside=tuple(build.outside),
     )
     if not allow_extrapolation:

@@ -6,7 +6,8 @@ from typing import NamedTuple
 class Line(NamedTuple):
     """`calls` calls of `component` take `us` microseconds together.
 
-    provenance: "measured", "imported" or "projected" tables, "computed" from formulas, "stated" by the user.
+    provenance: "measured", "imported" or "projected" tables, "computed" from formulas, "stated" by the user,
+    "hardware file" from a GPU's description.
     """
 
     component: str

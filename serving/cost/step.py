@@ -36,10 +36,10 @@ class TableCost:
     """Prices lockstep steps; see serving/core/shape.py for the contract.
 
     A step takes as long as its slowest rank, plus the experts and collectives that all ranks run together, plus the
-    device time that the caller states (device_us). The host's time (host_us) comes on top, or, where it overlaps with
-    the device's as under asynchronous scheduling, only what it exceeds it by. by_tokens and by_sequences price one
-    rank, by_group_tokens the tokens of all ranks (padded as they are computed), by_sparse_tokens the tokens of a rank
-    that do not take dense prefill. dense_prefill: None where the engine has no such kernel, or the model no indexer.
+    device time outside them that the caller gives (step_us). The host's time (host_us) comes on top, or, where it
+    overlaps with the device's as under asynchronous scheduling, only what it exceeds it by. by_tokens and by_sequences
+    price one rank, by_group_tokens the tokens of all ranks (padded as they are computed), by_sparse_tokens the tokens
+    of a rank that do not take dense prefill. dense_prefill: None where the engine has no such kernel, or the model no indexer.
     """
 
     by_tokens: Folded
@@ -52,7 +52,8 @@ class TableCost:
     outside: tuple[Outside, ...]
     host_us: float = 0.0
     host_overlaps: bool = False
-    device_us: float = 0.0
+    step_us: float = 0.0
+    step_source: str = "stated"
     padded: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -74,8 +75,8 @@ class TableCost:
             tokens = self._tokens(shapes)
             slowest = max(map(self._rank_ns, shapes, tokens))
             device_ns = slowest + self.by_group_tokens.ns(sum(tokens))
-        if self.device_us:
-            device_ns += round(self.device_us * 1e3)
+        if self.step_us:
+            device_ns += round(self.step_us * 1e3)
         return device_ns + self._host_ns(device_ns) if self.host_us else device_ns
 
     def _tokens(self, shapes: Sequence[StepShape | None]) -> list[int]:
@@ -106,8 +107,8 @@ class TableCost:
                 for kernel, rows in self._rows(shape, dense)
             ]
         lines += self.by_group_tokens.lines(sum(tokens))
-        if self.device_us:
-            lines.append(line("device overhead", 1, self.device_us, "stated"))
+        if self.step_us:
+            lines.append(line("step overhead", 1, self.step_us, self.step_source))
         host_ns = self._host_ns(sum(map(nanoseconds, lines)))
         if host_ns:
             lines.append(line("host", 1, host_ns / 1e3, "stated"))

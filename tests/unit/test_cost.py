@@ -361,7 +361,7 @@ def test_host_time_shows_only_where_it_exceeds_an_overlapping_device(bundle: Bun
     device = cost(bundle).step_ns(shapes)
     assert cost(bundle, host_us=500.0).step_ns(shapes) == device + 500_000
     assert cost(bundle, host_us=500.0, host_overlaps=True).step_ns(shapes) == max(device, 500_000) == device
-    slow = cost(bundle, host_us=1e6, host_overlaps=True, device_us=7.0)
+    slow = cost(bundle, host_us=1e6, host_overlaps=True, step_us=7.0)
     assert slow.step_ns(shapes) == 1_000_000_000
     named = {entry.component: entry.us for entry in slow.explain(shapes)}
-    assert named["device overhead"] == 7.0 and sum(round(us * 1000) for us in named.values()) == 1_000_000_000
+    assert named["step overhead"] == 7.0 and sum(round(us * 1000) for us in named.values()) == 1_000_000_000

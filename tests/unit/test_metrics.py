@@ -23,7 +23,7 @@ DEPLOYMENT = Deployment(
     model="acme/tiny", hardware="CPU", parallel=Parallel(), engines=(0,), lockstep=False, kv_layout="bf16",
     block_tokens=16, num_gpu_blocks=6, blocks_source="num_gpu_blocks", limits=LIMITS,
     prefix_caching=True, policy="fcfs", eager=True, host_overhead_us=0.0,
-    async_scheduling=False, device_overhead_us=0.0,
+    async_scheduling=False, step_overhead_us=0.0, step_overhead_source="not known",
     tables=Tables("CPU", "acme/tiny", "bf16", "measured", "reference 1"),
 )  # fmt: skip
 
