@@ -99,6 +99,11 @@ def decimal_text(ns: int, ns_per_unit: int) -> str:
     return f"{whole}.{fraction}" if fraction else str(whole)
 
 
+def in_units(ns: int, ns_per_unit: int) -> int:
+    """Nanoseconds in whole units, the nearest, a half upwards."""
+    return (2 * ns + ns_per_unit) // (2 * ns_per_unit)
+
+
 def token_ids(row: dict[str, Any], key: str, length: int) -> tuple[int, ...] | None:
     """row[key], one id of at least 0 for each of `length` tokens; None where the key is absent."""
     if key not in row:
