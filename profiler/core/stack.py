@@ -80,11 +80,16 @@ def shrink(spec: ModelSpec, config: Mapping[str, Any]) -> tuple[int, dict[str, A
     per-layer list or pattern of the text fields has that length.
     """
     layers = shrunk_layers(spec)
+    return layers, cut(spec, config, layers)
+
+
+def cut(spec: ModelSpec, config: Mapping[str, Any], layers: int) -> dict[str, Any]:
+    """A deep copy of a raw config with the first `layers` layers alone, its per-layer lists of that length."""
     result = copy.deepcopy(dict(config))
     text = result["text_config"] if result.get("text_config") is not None else result
     _cut_lists(text, spec.num_layers, layers)
     text["num_hidden_layers"] = layers
-    return layers, result
+    return result
 
 
 def _cut_lists(fields: dict[str, Any], old: int, new: int) -> None:

@@ -3,6 +3,7 @@
 SUMMARIES = {
     "compare": "Compare a simulated run with a recorded one, request by request.",
     "plan": "What fits where: weights, KV cache and placements.",
+    "record": "Play a trace on a real vLLM engine and keep what happened.",
     "replay": "Replay a trace on a cluster (the default command).",
     "retime": "Give a trace the queueing times of a recorded run as arrivals.",
 }

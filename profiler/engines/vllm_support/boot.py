@@ -12,18 +12,20 @@ from profiler.core.errors import AcquisitionError
 
 SUPPORTED_VERSIONS = ("0.26",)
 
-ENVIRONMENT = {
-    # The engine core in this process, so that its worker can be driven shot by shot.
+SERVING_ENVIRONMENT = {
+    # The engine core in this process, so that its worker can be reached.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_USE_V2_MODEL_RUNNER": "0",
-    # Shapes are warmed up one by one before they are timed.
     "VLLM_DEEP_GEMM_WARMUP": "skip",
-    # One stream, so that the times of a layer's kernels add up.
-    "VLLM_DISABLE_SHARED_EXPERTS_STREAM": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
+}
+ENVIRONMENT = {
+    **SERVING_ENVIRONMENT,
+    "VLLM_USE_V2_MODEL_RUNNER": "0",
+    # One stream, so that the times of a layer's kernels add up.
+    "VLLM_DISABLE_SHARED_EXPERTS_STREAM": "1",
 }
 
 
@@ -40,16 +42,16 @@ class Boot:
     kv_caches: Mapping[str, Any]
 
 
-def set_environment() -> None:
-    """Variables that vLLM reads on import. Raises AcquisitionError when vLLM was imported with others before."""
+def set_environment(wanted: Mapping[str, str] = ENVIRONMENT) -> None:
+    """Sets variables that vLLM reads on import. Raises AcquisitionError when vLLM was imported with others before."""
     import sys
 
-    wrong = {k: os.environ.get(k) for k, v in ENVIRONMENT.items() if os.environ.get(k, v) != v}
+    wrong = {k: os.environ.get(k) for k, v in wanted.items() if os.environ.get(k, v) != v}
     if wrong:
         raise AcquisitionError(f"these environment variables change what is measured, unset them first: {wrong}")
     if "vllm" in sys.modules:
         raise AcquisitionError("vllm was imported before its environment was set; start a fresh process")
-    os.environ.update(ENVIRONMENT)
+    os.environ.update(wanted)
 
 
 def check_version(version: str) -> None:

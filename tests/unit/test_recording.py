@@ -1,0 +1,113 @@
+"""Recording without an engine: arrivals, step log, files, and that what is written is what `compare` reads."""
+
+import csv
+import io
+import json
+from pathlib import Path
+
+from serving.recorded import read_recorded
+from serving.recording.drive import Finished, play
+from serving.recording.files import ticks, write_recording
+from serving.recording.steps import Step, stand_outs
+from serving.traces import TraceRequest
+
+
+class Clock:
+    """Time that only sleeping and stepping move."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += max(seconds, 1e-6)
+
+
+class Engine:
+    """Each step takes 30 ms and gives every running request one token."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.left: dict[str, int] = {}
+        self.seen: dict[str, list[float]] = {}
+        self.batches: list[list[str]] = []
+
+    def add(self, request: TraceRequest) -> None:
+        self.left[request.request_id] = request.output_tokens
+        self.seen[request.request_id] = [self.clock.now]
+
+    def has_work(self) -> bool:
+        return bool(self.left)
+
+    def step(self) -> list[Finished]:
+        self.batches.append(list(self.left))
+        self.clock.now += 0.030
+        done = []
+        for name in list(self.left):
+            self.seen[name].append(self.clock.now)
+            self.left[name] -= 1
+            if not self.left[name]:
+                del self.left[name]
+                stamps = self.seen[name]
+                done.append(Finished(name, 8, len(stamps) - 1, 1e9, stamps[0], stamps[0], stamps[1], stamps[-1]))
+        return done
+
+
+def trace(*rows: tuple[float, int]) -> list[TraceRequest]:
+    return [TraceRequest(str(i), round(at * 1e9), 8, tokens) for i, (at, tokens) in enumerate(rows)]
+
+
+def test_requests_enter_at_their_arrival_or_when_the_running_step_ends() -> None:
+    clock = Clock()
+    engine = Engine(clock)
+    finished = play(engine, trace((0.0, 2), (0.010, 1), (1.0, 1)), clock=clock, sleep=clock.sleep)
+    assert [one.request_id for one in finished] == ["0", "1", "2"]
+    assert engine.batches == [["0"], ["0", "1"], ["2"]]
+    queued = [round(one.queued_ts - 100.0, 3) for one in finished]
+    assert queued == [0.0, 0.030, 1.0]
+
+
+def test_every_request_finishes_and_keeps_trace_order() -> None:
+    clock = Clock()
+    finished = play(Engine(clock), trace((0, 9), (0, 1), (0, 4)), clock=clock, sleep=clock.sleep)
+    assert [(one.request_id, one.output_tokens) for one in finished] == [("0", 9), ("1", 1), ("2", 4)]
+
+
+def step(start_s: float, wall_us: float, prefill: int = 0, decodes: int = 8, running: int = 8) -> Step:
+    return Step(start_s, wall_us, None, int(prefill > 0), prefill, 0, decodes, decodes * 100, running, 1, 0.5, 0)
+
+
+def test_a_step_that_stalls_stands_out_and_a_long_prefill_does_not() -> None:
+    steps = [step(i * 0.02, 20_000) for i in range(20)]
+    steps += [step(1.0 + i, 400_000, prefill=8192) for i in range(4)]
+    assert stand_outs(steps) == []
+    steps[7] = step(0.14, 23_000_000)
+    assert stand_outs(steps) == [7]
+
+
+def test_ticks_count_tokens_where_they_were_scheduled() -> None:
+    steps = [
+        step(0.1, 1, prefill=100, decodes=0, running=1),
+        step(0.6, 1, decodes=4, running=4),
+        step(2.2, 1, decodes=2),
+    ]
+    assert ticks(steps, 1.0) == [
+        (1.0, 100.0, 4.0, 4, 1, 50.0),
+        (2.0, 0.0, 0.0, 4, 1, 50.0),
+        (3.0, 0.0, 2.0, 8, 1, 50.0),
+    ]
+
+
+def test_a_recording_is_read_back_by_compare(tmp_path: Path) -> None:
+    clock = Clock()
+    finished = play(Engine(clock), trace((0, 3), (0.5, 2)), clock=clock, sleep=clock.sleep)
+    steps = [step(0.0, 30_000), step(0.03, 30_000)]
+    write_recording(tmp_path, {"instances": []}, {"model": "m"}, {"num_gpu_blocks": 7}, finished, steps, 1.0)
+    recorded = read_recorded(tmp_path)
+    assert [(r.prompt_tokens, r.output_tokens) for r in recorded.requests] == [(8, 3), (8, 2)]
+    assert recorded.requests[0].finish_ns == 90_000_000
+    rows = list(csv.DictReader(io.StringIO((tmp_path / "vllm" / "steps.csv").read_text())))
+    assert [row["wall_us"] for row in rows] == ["30000", "30000"] and rows[0]["gpu_us"] == ""
+    assert json.loads((tmp_path / "vllm" / "engine.json").read_text()) == {"num_gpu_blocks": 7}
