@@ -197,8 +197,8 @@ def _fill(
 ) -> None:
     """Runs every shot of `run` that is not done, keeping and saving each result as it comes.
 
-    Forward passes come first; those with a cell unlike its neighbours are then run a second time, and expert shots
-    last, since an engine may give them the memory of the caches.
+    Forward passes come first; those with a cell unlike its neighbours are then run a second time (not on a processor,
+    which other work disturbs at any time), and expert shots last, since an engine may give them the caches' memory.
     """
     whole, done = run.info.whole_forward, finished(earlier)
     todo = [index for index, shot in enumerate(run.shots) if batch_of(shot, whole) not in done]
@@ -222,7 +222,7 @@ def _fill(
             report(count, total, run.shots[index].label)
 
     take([index for index in todo if run.shots[index].moe is None], again=False)
-    if any(run.results):
+    if run.results and run.hardware != CPU:
         take(suspects([*earlier, run], spec, find_binding(run.info)), again=True)
     take([index for index in todo if run.shots[index].moe is not None], again=False)
 

@@ -143,6 +143,7 @@ def test_an_expert_slice_without_memory_withholds_its_table(
         ({"--hardware": "RTXPRO6000", "--engine": "vllm"}, 6, "--hardware RTXPRO6000"),
         ({"--engine": "vllm"}, 6, "--hardware CPU is measured by --engine reference"),
         ({"--categories": "indexr"}, 2, "did you mean 'indexer'"),
+        ({"model": "MiniMaxAI/MiniMax-M3", "--hardware": "H200", "--block-size": "16"}, 2, "a block size of 128"),
         ({"--tp": "two"}, 2, "'two' is not a comma-separated list of integers"),
         ({"--from-samples": "no-such-file.gz"}, 2, "no-such-file.gz"),
     ],
