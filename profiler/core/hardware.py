@@ -40,8 +40,8 @@ class Link:
 class Hardware:
     """A GPU and how it is linked to its neighbours.
 
-    architecture: "sm90" and the like. memory_total_gib: what the CUDA runtime reports as the device's total memory,
-    which is what vLLM multiplies with its utilisation. bf16_tflops and fp8_tflops: dense peaks of the tensor cores.
+    architecture: "sm90", or "gfx942" of AMD. memory_total_gib: what the CUDA runtime reports as the device's total
+    memory, which is what vLLM multiplies with its utilisation. bf16_tflops and fp8_tflops: dense peaks of the tensor cores.
     gpus_per_node: GPUs that share the `intra_node` link. links: by tier, see TIERS. sources: where each number is from.
     step_overhead_us: device time of an engine's step that no kernel table holds; None where nobody has found it out.
     """
@@ -106,8 +106,10 @@ def _read(name: str, root: Path | None) -> Hardware:
     aliases = values["aliases"]
     if not isinstance(aliases, list) or not all(isinstance(a, str) and _folded(a) for a in aliases):
         raise ConfigError(f"{path}: aliases must be a list of names, found {aliases!r}")
-    if not isinstance(values["architecture"], str) or not re.fullmatch(r"sm\d{2,3}", values["architecture"]):
-        raise ConfigError(f"{path}: architecture is {values['architecture']!r}; it must look like 'sm90'")
+    if not isinstance(values["architecture"], str) or not re.fullmatch(
+        r"sm\d{2,3}|gfx\d{2,3}[0-9a-f]?", values["architecture"]
+    ):
+        raise ConfigError(f"{path}: architecture is {values['architecture']!r}; it must look like 'sm90' or 'gfx942'")
     numbers, sources = {}, {}
     for key in (*_NUMBERS, *_COUNTS, *optional):
         numbers[key], sources[key] = _sourced(path, key, values[key])

@@ -20,6 +20,13 @@ from profiler.core.paths import hardware_root
         ("NVIDIA H100 80GB HBM3", "H100"),
         ("b200_sxm", "B200"),
         ("NVIDIA GB200", "GB200"),
+        ("gb300", "GB300"),
+        ("b300_sxm", "B300"),
+        ("a100_sxm", "A100"),
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("NVIDIA GeForce RTX 4090", "RTX4090"),
+        ("AMD Instinct MI300X", "MI300X"),
+        ("mi355x", "MI355X"),
     ],
 )
 def test_aliases(text: str, name: str) -> None:
@@ -39,7 +46,14 @@ def test_every_file_is_consistent(name: str) -> None:
     assert all(gpu.sources.values())
     assert set(gpu.links) == set(TIERS)
     assert all(link.source for link in gpu.links.values())
-    assert 1.9 <= gpu.fp8_tflops / gpu.bf16_tflops <= 2.1, "fp8 runs at twice the bf16 rate on these chips"
+    if gpu.architecture == "sm80":
+        assert gpu.fp8_tflops == gpu.bf16_tflops, "without fp8 tensor cores the products run in bf16"
+    else:
+        assert 1.9 <= gpu.fp8_tflops / gpu.bf16_tflops <= 2.1, "fp8 runs at twice the bf16 rate on these chips"
+    # The FLOPs per byte at which products stop being bound by memory: 150 to 330 on every server GPU since Volta.
+    assert 130 <= gpu.bf16_tflops * 1e3 / gpu.hbm_gbps <= 350
+    assert 16 <= gpu.memory_total_gib <= 512 and 24 <= gpu.l2_mib <= 512 and 80 <= gpu.sm_count <= 512
+    assert 0.5 <= gpu.bf16_tflops / gpu.sm_count <= 20, "dense TFLOP/s of one multiprocessor"
     assert gpu.links["intra_node"].bandwidth_gbps >= gpu.links["inter_node"].bandwidth_gbps
     assert gpu.links["intra_node"].latency_us <= gpu.links["inter_node"].latency_us
 
@@ -53,7 +67,19 @@ def test_memory_is_what_the_runtime_reports() -> None:
 
 def test_architectures() -> None:
     found = {name: load_hardware(name).architecture for name in known_hardware()}
-    assert found == {"B200": "sm100", "GB200": "sm100", "H100": "sm90", "H200": "sm90", "RTXPRO6000": "sm120"}
+    assert found == {
+        "A100": "sm80",
+        "B200": "sm100",
+        "B300": "sm103",
+        "GB200": "sm100",
+        "GB300": "sm103",
+        "H100": "sm90",
+        "H200": "sm90",
+        "MI300X": "gfx942",
+        "MI355X": "gfx950",
+        "RTX4090": "sm89",
+        "RTXPRO6000": "sm120",
+    }
 
 
 @pytest.mark.parametrize(
