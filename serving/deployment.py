@@ -60,7 +60,8 @@ def deploy(instance: Instance, first_engine: int, bundle_root: Path, allow_extra
     hardware_name = hardware.name if hardware else instance.hardware
     limits = _limits(instance.engine, spec, hardware)
     variant = instance.variant or _own_variant(instance, spec, hardware, hardware_name, bundle_root)
-    bundle = read_bundle(find_bundle(bundle_root, hardware_name, spec.name, variant))
+    path = find_bundle(bundle_root, hardware_name, spec.name, variant)
+    bundle = read_bundle(path, tps={1, instance.parallel.tp})  # experts are measured at tp 1, whatever the run's degree
     kv = _kv(instance, spec, hardware, limits, bundle)
     lockstep = spec.moe is not None and instance.parallel.dp > 1
     asynchronous = _asynchronous(instance.engine, bundle)

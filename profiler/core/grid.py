@@ -7,11 +7,14 @@ term for causal chunks, since real kernels grow in tiles and waves rather than s
 What happens off the full rectangle. A grid is a list of rows (one per chunk, batch or pair count), each with points
 of its own. Between two rows both are read at the same second coordinate. Where one of them has no point there, both
 are read along the direction in which real tables end: equal last position for prefill (chunk + context), equal total
-of keys for decode (requests x keys), equal fill of the experts for MoE. Where that fails too, the point is outside.
+of keys for decode (requests x keys), equal fill of the experts for MoE. Where that fails for prefill too, a point
+between the lines that join the ends of both rows is read at equal shares of the way between these ends, which keeps
+the corner of a triangular table (chunk + context up to a limit) inside. Anything else is outside.
 
-Below the first point: a chunk, or a key count, of less than one tensor-core tile costs as much as a whole tile, so the
-first point answers for smaller ones when it is no larger than TILE_TOKENS. Everything else outside is refused, or
-continued linearly and counted when extrapolation was asked for.
+Below the first point: a chunk of less than one tensor-core tile costs as much as a whole tile, and decode kernels read
+their keys in blocks of the cache, so the first point answers for smaller ones when it is no larger than TILE_TOKENS or,
+for the keys of a decode, PAGE_TOKENS. Everything else outside is refused, or continued linearly and counted when
+extrapolation was asked for.
 """
 
 import math
@@ -25,6 +28,8 @@ from profiler.core.errors import CoverageError
 
 # Rows (queries) and columns (keys) of the smallest tensor-core product, m16n8k16, in tokens.
 TILE_TOKENS = 16
+# Keys that a decode kernel over a paged cache takes at a time at least (blocks of 64 keys in DSA caches).
+PAGE_TOKENS = 64
 
 Slide = Callable[[float, float, float], float]
 
@@ -114,9 +119,38 @@ class Grid:
     outside: Outside
     rectangular: bool
     place: Callable[[float], float] | None = None
+    _cuts: dict[float, tuple[tuple[float, ...], tuple[float, ...]]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
 
     def at(self, x: float, y: float) -> float:
         """Microseconds at (x, y). Raises CoverageError outside the table."""
+        if type(x) is int:
+            cut = self._cuts.get(x)
+            if cut is None:
+                cut = self._cuts[x] = self._cut(x)
+            ys, ts = cut
+            if ys and ys[0] <= y <= ys[-1]:
+                j = bisect_left(ys, y) or 1
+                y0, t0 = ys[j - 1], ts[j - 1]
+                return t0 + (ts[j] - t0) * (y - y0) / (ys[j] - y0)
+        return self._at(x, y)
+
+    def _cut(self, x: float) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """The points of the line through the grid at `x` where both neighbouring rows are read at the same y.
+
+        Lookups come at few different x, which are whole numbers, so that most of them need only this line.
+        """
+        xs = self.xs
+        i = bisect_left(xs, x)
+        if i == len(xs) or (i == 0 and xs[0] != x):
+            return (), ()
+        rows = [self.ys[i]] if xs[i] == x else [self.ys[i - 1], self.ys[i]]
+        first, last = max(ys[0] for ys in rows), min(ys[-1] for ys in rows)
+        points = sorted({y for ys in rows for y in ys if first <= y <= last})
+        return (tuple(points), tuple(self._at(x, y) for y in points)) if len(points) > 1 else ((), ())
+
+    def _at(self, x: float, y: float) -> float:
         xs = self.xs
         i = bisect_left(xs, x)
         if i < len(xs) and xs[i] == x:
@@ -149,7 +183,19 @@ class Grid:
         if self._holds(i - 1, y) and self._holds(i, y):
             return y, y
         low, high = self.slide(x, y, self.xs[i - 1]), self.slide(x, y, self.xs[i])
-        return (low, high) if self._holds(i - 1, low) and self._holds(i, high) else None
+        if self._holds(i - 1, low) and self._holds(i, high):
+            return low, high
+        return self._within_hull(i, x, y) if self.slide is equal_end else None
+
+    def _within_hull(self, i: int, x: float, y: float) -> tuple[float, float] | None:
+        """Equal shares of the way between the ends of both rows, for a point between the lines that join these ends."""
+        u = (x - self.xs[i - 1]) / (self.xs[i] - self.xs[i - 1])
+        low, high = self.ys[i - 1], self.ys[i]
+        first, last = low[0] + (high[0] - low[0]) * u, low[-1] + (high[-1] - low[-1]) * u
+        if not first <= y <= last:
+            return None
+        share = (y - first) / (last - first) if last > first else 0.0
+        return low[0] + (low[-1] - low[0]) * share, high[0] + (high[-1] - high[0]) * share
 
     def _between(self, i: int, u: float, x: float, y: float) -> float:
         reading = self._reading(i, x, y)
@@ -280,12 +326,12 @@ def repeat_first_chunk(points: list[tuple[float, float, float]]) -> list[tuple[f
 
 
 def repeat_first_keys(points: list[tuple[float, float, float]]) -> list[tuple[float, float, float]]:
-    """Repeats each row's smallest key count at one key when that count is within one tile."""
+    """Repeats each row's smallest key count at one key when that count is within one block of the cache."""
     lowest: dict[float, tuple[float, float]] = {}
     for x, y, t in points:
         if x not in lowest or y < lowest[x][0]:
             lowest[x] = (y, t)
-    return points + [(x, 1.0, t) for x, (y, t) in lowest.items() if 1 < y <= TILE_TOKENS]
+    return points + [(x, 1.0, t) for x, (y, t) in lowest.items() if 1 < y <= PAGE_TOKENS]
 
 
 def fixed_us(grid: Grid) -> float:

@@ -52,10 +52,14 @@ class Engine:
 
 
 class StepTimes:
-    """When each step of a group ended, by step number, and how many tokens followed one of the step before."""
+    """When each step of a group ended, by step number, and how many tokens followed one of the step before.
+
+    gap_ns: time since the end of the step before, 0 for the first.
+    """
 
     def __init__(self) -> None:
         self.end_ns = array("q")
+        self.gap_ns = array("q")
         self.repeated_tokens = array("q")
 
     def __len__(self) -> int:
@@ -110,6 +114,7 @@ class Group:
     def _end(self, repeated_tokens: int, now_ns: int, left: list[Request]) -> None:
         times = self.times
         step = len(times.end_ns)
+        times.gap_ns.append(now_ns - times.end_ns[-1] if step else 0)
         times.end_ns.append(now_ns)
         times.repeated_tokens.append(repeated_tokens)
         for engine in self.engines:

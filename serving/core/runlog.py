@@ -64,15 +64,15 @@ class RunLog:
         emitted = 0
         gaps: list[int] = []
         if runs or request.run_start >= 0:
-            times = self._times[request.engine_index].end_ns
+            times = self._times[request.engine_index]
             if request.outcome != "finished":
                 runs = _ended(request, len(times))
             if runs:
-                first_ns = times[runs[0][0]]
+                first_ns = times.end_ns[runs[0][0]]
                 gaps = self._gaps(runs, times)
                 emitted = len(gaps) + 1
                 if request.outcome == "finished":
-                    finish_ns = times[runs[-1][1]]
+                    finish_ns = times.end_ns[runs[-1][1]]
         gaps.sort()
         self.records[request.index] = RequestRecord(
             request.index,
@@ -89,14 +89,12 @@ class RunLog:
             round(rank_value(gaps, 99)) if gaps else None,
         )
 
-    def _gaps(self, runs: Sequence[tuple[int, int]], times: "array[int]") -> list[int]:
+    def _gaps(self, runs: Sequence[tuple[int, int]], times: "StepTimes") -> list[int]:
         gaps: list[int] = []
         for first, last in runs:
-            if last > first:
-                ends = times[first : last + 1]
-                gaps += map(int.__sub__, ends[1:], ends)
+            gaps += times.gap_ns[first + 1 : last + 1]
         for (_, last), (first, _) in pairwise(runs):
-            gap = times[first] - times[last]
+            gap = times.end_ns[first] - times.end_ns[last]
             self.pauses_ns[gap] += 1
             gaps.append(gap)
         return gaps
@@ -108,9 +106,8 @@ class RunLog:
         """
         values, counts = array("q"), array("q")
         for group in self._groups:
-            ends = group.times.end_ns
-            values.extend(map(int.__sub__, ends[1:], ends))
-            counts.extend(group.times.repeated_tokens[1:])
+            values.extend(group.times.gap_ns)
+            counts.extend(group.times.repeated_tokens)
         values.extend(self.pauses_ns.keys())
         counts.extend(self.pauses_ns.values())
         return values, counts

@@ -14,7 +14,7 @@ class Folded:
 
     def __init__(self, lines: Callable[[int], Sequence[Line]], outside: Sequence[Outside]) -> None:
         self.lines = lines
-        self._outside = outside
+        self._outside = [one for one in outside if one.allow_extrapolation]
         self._known: dict[int, int] = {}
 
     def ns(self, count: int) -> int:
@@ -22,7 +22,7 @@ class Folded:
         if known is not None:
             return known
         before = sum(one.extrapolated.total() for one in self._outside)
-        total = sum(nanoseconds(entry) for entry in self.lines(count))
+        total = sum(map(nanoseconds, self.lines(count)))
         if before == sum(one.extrapolated.total() for one in self._outside):
             self._known[count] = total
         return total

@@ -99,7 +99,7 @@ def test_ragged_prefill_is_read_at_equal_end() -> None:
         grid.at(700, 3500)
 
 
-def test_less_than_a_tile_costs_a_tile() -> None:
+def test_less_than_a_tile_or_a_block_of_keys_costs_a_whole_one() -> None:
     rows = [batch(c, k, 0, 0, c + k) for c, k in product((16, 32), (0, 100))]
     rows += [batch(0, 0, n, kv, n * kv) for n, kv in product((1, 2), (16, 32))]
     assert prefill_grid(rows, outside()).at(3, 0) == 16
@@ -107,8 +107,9 @@ def test_less_than_a_tile_costs_a_tile() -> None:
     large = [batch(c, 0, 0, 0, c) for c in (64, 128)] + [batch(0, 0, n, kv, n) for n, kv in product((2, 4), (64, 128))]
     with pytest.raises(CoverageError):
         prefill_grid(large, outside()).at(63, 0)
+    assert decode_grid(large, outside()).at(2, 63) == 2, "a decode reads whole blocks of 64 keys"
     with pytest.raises(CoverageError):
-        decode_grid(large, outside()).at(2, 63)
+        decode_grid([batch(0, 0, n, kv, n) for n, kv in product((2, 4), (128, 256))], outside()).at(2, 127)
     with pytest.raises(CoverageError):
         decode_grid(large, outside()).at(1, 64)
 
@@ -213,3 +214,16 @@ def test_experts_measured_with_drawn_counts() -> None:
         grid.at(5000, 32)
     with pytest.raises(CoverageError, match=r"no rows for ep 4; measured: 8\..*--ep 4$"):
         moe_grid(make_table("moe", rows), "experts", 4, 64, outside())
+
+
+def test_the_corner_of_a_triangular_table_is_inside() -> None:
+    """Chunk + context up to 2048: the last cell has one point on its far side. Linear functions stay exact."""
+    points = [(x, y, 3.0 + 2 * x + 5 * y) for x in (512.0, 1024.0, 2048.0) for y in (0.0, 512.0, 1024.0, 1536.0)]
+    corner = make_grid(("a", "b"), [p for p in points if p[0] + p[1] <= 2048], equal_end, Outside("k", "measure"))
+    for x, y in ((1549.0, 274.0), (1100.0, 900.0), (2000.0, 48.0), (1536.0, 512.0)):
+        assert corner.covers(x, y)
+        assert corner.at(x, y) == pytest.approx(3 + 2 * x + 5 * y)
+    for x, y in ((1549.0, 500.0), (2048.0, 1.0), (1536.0, 513.0)):
+        assert not corner.covers(x, y)
+        with pytest.raises(CoverageError):
+            corner.at(x, y)
