@@ -40,24 +40,26 @@ class Keys:
         keys: list[int] = []
         parent = -unit_tokens
         for position in range(blocks):
-            parent = self._key(parent, self._part(ids, unit_tokens, position), 1)
+            start = position * self.block_tokens
+            part = ids[start // unit_tokens : -(-(start + self.block_tokens) // unit_tokens)]
+            parent = self._key(parent, part, 1)
             keys.append(parent)
         return tuple(keys)
 
     def of_prompt(self, request: TraceRequest) -> tuple[int, ...]:
         """One key for every block of the prompt, a part-filled last one included; own ones where nothing is told."""
         ids, unit_tokens, told_tokens = _told(request)
-        keys: list[int] = []
-        parent = -unit_tokens
-        for position in range(-(-request.prompt_tokens // self.block_tokens)):
-            end = (position + 1) * self.block_tokens
-            if min(end, request.prompt_tokens) > told_tokens:
-                keys.append(self._new(1))
-                continue
-            part = self._part(ids, unit_tokens, position, min(end, request.prompt_tokens))
-            parent = self._key(parent, part if end <= request.prompt_tokens else (*part, -request.prompt_tokens), 1)
-            keys.append(parent)
-        return tuple(keys)
+        full, rest_tokens = divmod(request.prompt_tokens, self.block_tokens)
+        keys = self.of(request)[:full]
+        if len(keys) < full:
+            return keys + tuple(self._new(1) for _ in range(full - len(keys) + (rest_tokens > 0)))
+        if rest_tokens and told_tokens < request.prompt_tokens:
+            return (*keys, self._new(1))
+        if rest_tokens:
+            parent = keys[-1] if keys else -unit_tokens
+            part = ids[full * self.block_tokens // unit_tokens : -(-request.prompt_tokens // unit_tokens)]
+            return (*keys, self._key(parent, (*part, -rest_tokens), 1))
+        return keys
 
     def _expanded(self, ids: tuple[int, ...], unit_tokens: int, blocks: int) -> tuple[int, ...]:
         """A hash block holds whole blocks: one look-up for all of them."""
@@ -68,10 +70,6 @@ class Keys:
             parent = self._key(parent, one, per_unit)
             keys.extend(range(parent, parent + per_unit))
         return tuple(keys[:blocks])
-
-    def _part(self, ids: tuple[int, ...], unit_tokens: int, position: int, end: int | None = None) -> tuple[int, ...]:
-        start = position * self.block_tokens
-        return ids[start // unit_tokens : -(-(end or start + self.block_tokens) // unit_tokens)]
 
     def _key(self, parent: int, part: int | tuple[int, ...], count: int) -> int:
         key = self._known.get((parent, part))

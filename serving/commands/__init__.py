@@ -6,4 +6,5 @@ SUMMARIES = {
     "record": "Play a trace on a real vLLM engine and keep what happened.",
     "replay": "Replay a trace on a cluster (the default command).",
     "retime": "Give a trace the queueing times of a recorded run as arrivals.",
+    "trace": "Convert, rescale, cut, filter, merge, generate, summarise and plot traces.",
 }

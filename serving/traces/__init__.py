@@ -152,7 +152,7 @@ def open_trace(
     chosen = format_named(format_name) if format_name else _recognise(path)
     if hash_block_tokens is not None and chosen.HASH_BLOCK_TOKENS is None:
         raise ConfigError(f"{path}: rows of the format {chosen.NAME} have no hash blocks whose length could be given")
-    rows = chosen.read(_lines(path), hash_block_tokens or chosen.HASH_BLOCK_TOKENS or 0)
+    rows = chosen.read(numbered_lines(path), hash_block_tokens or chosen.HASH_BLOCK_TOKENS or 0)
     skipped: list[tuple[int, str]] = []
     strict = on_bad_row == "error"
     good = _checked(rows, path, skipped, _Checks(limit, strict, max_prompt_tokens, sessions, ordered, chosen.OWN_IDS))
@@ -221,7 +221,7 @@ def _misfit(row: TraceRequest, last_ns: int, seen: set[str], checks: _Checks) ->
 
 
 def _recognise(path: Path) -> Format:
-    first = next(_lines(path), None)
+    first = next(numbered_lines(path), None)
     if first is None:
         raise ConfigError(f"{path}: the file is empty")
     claims = [module for module in formats() if module.claims(first[1])]
@@ -234,7 +234,8 @@ def _recognise(path: Path) -> Format:
     return claims[0]
 
 
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
+def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """The non-blank lines of a UTF-8 file with their numbers from 1. Raises ConfigError for one that cannot be read."""
     try:
         with path.open(encoding="utf-8-sig") as stream:
             yield from ((number, line) for number, line in enumerate(stream, 1) if line.strip())

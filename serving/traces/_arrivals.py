@@ -27,10 +27,10 @@ def problem(arrivals: Arrivals) -> str | None:
     """What is wrong with the values, None for nothing."""
     if arrivals.process not in PROCESSES:
         return f"arrivals must be one of {', '.join(PROCESSES)}, found {arrivals.process!r}"
-    if not (math.isfinite(arrivals.rate_per_s) and arrivals.rate_per_s > 0) and arrivals.process != "at-once":
-        return f"rate_per_s must be above 0, found {arrivals.rate_per_s}"
-    if not (math.isfinite(arrivals.burstiness) and arrivals.burstiness > 0):
-        return f"burstiness must be above 0, found {arrivals.burstiness}"
+    if not 1e-6 <= arrivals.rate_per_s <= 1e9:
+        return f"rate_per_s must be from 1e-6 to 1e9, found {arrivals.rate_per_s}"
+    if not 1e-3 <= arrivals.burstiness <= 1e6:
+        return f"burstiness must be from 1e-3 to 1e6, found {arrivals.burstiness}"
     return None
 
 

@@ -1,0 +1,1 @@
+"""Editing, generating and summarising traces: functions over streams of requests, behind `python -m serving trace`."""
