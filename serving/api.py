@@ -31,6 +31,7 @@ def replay(
     allow_extrapolation: bool = False,
     seed: int = 0,
     progress: Progress | None = None,
+    keep_itl: bool = False,
 ) -> Result:
     """Replay a trace on a cluster.
 
@@ -38,7 +39,8 @@ def replay(
     (first rows only, 0 for all) and `on_bad_row` to a trace file. bundle_root: folder of bundles, by default the
     shipped one. horizon_ns: end of the simulated time, None for no end. allow_extrapolation: price shapes outside the
     tables too, and count them. seed: kept with the result; no random draw is made by the routers and policies that
-    exist. progress(requests done, requests, simulated ns) is called after every step.
+    exist. keep_itl: the result keeps every time between two tokens, which the peer's CSV lists.
+    progress(requests done, requests, simulated ns) is called after every step.
 
     Everything is checked before the first step. Raises ConfigError, CoverageError, ContractError or CapacityError
     (profiler.core.errors); a shape outside the tables raises CoverageError from within the run.
@@ -48,7 +50,7 @@ def replay(
     longest_tokens = max(one.deployment.limits.max_model_len_tokens for one in deployed)
     if not isinstance(trace, Trace):
         trace = read_trace(Path(trace), limit=num_reqs, on_bad_row=on_bad_row, max_prompt_tokens=longest_tokens)
-    log = RunLog()
+    log = RunLog(keep_itl=keep_itl)
     groups = [group for one in deployed for group in one.groups]
 
     def observe(now_ns: int, group: Group) -> None:
@@ -74,6 +76,7 @@ def replay(
         extrapolated_lookups=sum(one.cost.extrapolated.total() for one in deployed),
         seed=seed,
         horizon_ns=horizon_ns,
+        itl_ns=log.itl_ns,
     )
 
 

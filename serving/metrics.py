@@ -20,6 +20,10 @@ COLUMNS: Final = (
     "first_token_ns", "finish_ns", "ttft_ns", "tpot_ns", "itl_p50_ns", "itl_p99_ns", "preemptions",
     "prefix_hit_tokens", "outcome",
 )  # fmt: skip
+PEER_COLUMNS: Final = (
+    "instance id", "request id", "model", "input", "output", "arrival", "end_time", "latency", "queuing_delay", "TTFT",
+    "TPOT", "ITL",
+)  # fmt: skip
 PERCENTS: Final = (50, 90, 99)
 
 
@@ -44,6 +48,31 @@ def csv_text(result: Result) -> str:
     writer = csv.writer(stream, lineterminator="\n")
     writer.writerow(COLUMNS)
     writer.writerows(request_rows(result))
+    return stream.getvalue()
+
+
+def peer_csv_text(result: Result) -> str:
+    """The finished requests in LLMServingSim's columns, by instance and then by finish; times in nanoseconds.
+
+    Its definitions: queuing_delay until first scheduled, TPOT rounded down and 0 for a single token, ITL as a list.
+    The result must have been made with keep_itl.
+    """
+    model_of = {engine: one.model for one in result.deployments for engine in one.engines}
+    pairs = [pair for pair in zip(result.trace.requests, result.records, strict=True) if pair[1].outcome == "finished"]
+    stream = io.StringIO()
+    writer = csv.writer(stream, lineterminator="\n")
+    writer.writerow(PEER_COLUMNS)
+    for asked, got in sorted(pairs, key=lambda pair: (pair[1].engine_index, pair[1].finish_ns or 0, pair[1].index)):
+        assert got.finish_ns is not None and got.first_token_ns is not None and got.scheduled_ns is not None
+        latency, ttft = got.finish_ns - asked.arrival_ns, got.first_token_ns - asked.arrival_ns
+        tpot = (latency - ttft) // (asked.output_tokens - 1) if asked.output_tokens > 1 else 0
+        writer.writerow(
+            (
+                got.engine_index, asked.request_id, model_of[got.engine_index], asked.prompt_tokens,
+                asked.output_tokens, asked.arrival_ns, got.finish_ns, latency, got.scheduled_ns - asked.arrival_ns,
+                ttft, tpot, list(result.itl_ns[got.index]),
+            )
+        )  # fmt: skip
     return stream.getvalue()
 
 

@@ -1,7 +1,7 @@
 """What a replay returns: frozen values that metrics, reports and comparisons read."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from profiler.core.types import Parallel
 from serving.core.runlog import RequestRecord
@@ -58,6 +58,7 @@ class Result:
     """One replay. `records` follow the trace; `gaps_ns` are the times between two tokens over all requests: values,
     in no order, and how often each occurred.
 
+    itl_ns: the times between the tokens of each finished request, in order, by trace index; kept on demand.
     extrapolated_lookups: table lookups outside the measured range, only ever above 0 when they were allowed.
     """
 
@@ -71,3 +72,4 @@ class Result:
     extrapolated_lookups: int
     seed: int
     horizon_ns: int | None
+    itl_ns: Mapping[int, Sequence[int]] = field(default_factory=dict)

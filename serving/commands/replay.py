@@ -44,6 +44,13 @@ _STEPS_PER_UPDATE = 50
 @click.option(
     "--on-bad-row", type=click.Choice(["error", "skip"]), default="error", show_default=True, help="Bad trace rows."
 )
+@click.option(
+    "--columns",
+    type=click.Choice(["own", "peer"]),
+    default="own",
+    show_default=True,
+    help="Columns of the CSV; peer: those of LLMServingSim, finished requests only.",
+)
 @click.option("--allow-extrapolation", is_flag=True, help="Price shapes outside the tables too, and count them.")
 def command(
     cluster_path: Path,
@@ -62,6 +69,7 @@ def command(
     seed: int,
     horizon_s: float | None,
     on_bad_row: Any,
+    columns: str,
     allow_extrapolation: bool,
 ) -> None:
     """Replay a request trace on a cluster, on measured tables.
@@ -73,7 +81,7 @@ def command(
     from profiler.core.units import NS_PER_S
     from serving.api import replay
     from serving.config import Overrides
-    from serving.metrics import csv_text, summary
+    from serving.metrics import csv_text, peer_csv_text, summary
     from serving.terminal import print_summary
 
     summary_path = output_path.with_name(f"{output_path.name}.summary.json")
@@ -99,10 +107,11 @@ def command(
             allow_extrapolation=allow_extrapolation,
             seed=seed,
             progress=progress,
+            keep_itl=columns == "peer",
         )
     figures = summary(result)
     with atomic_write(output_path) as rows, atomic_write(summary_path) as overview:
-        rows.write(csv_text(result))
+        rows.write(peer_csv_text(result) if columns == "peer" else csv_text(result))
         json.dump(figures, overview, indent=2, allow_nan=False)
         overview.write("\n")
     for line, reason in result.trace.skipped:

@@ -8,7 +8,6 @@ from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from serving.core.request import Outcome, Request
@@ -43,10 +42,13 @@ class RunLog:
     """Records by trace index, and how often each gap between two tokens occurred over all requests.
 
     Within an uninterrupted run the gaps are the durations of the group's steps, which are counted from the step times;
-    `pauses_ns` holds the others, those around a preemption or a step without a token.
+    `pauses_ns` holds the others, those around a preemption or a step without a token. With `keep_itl`, `itl_ns` has the
+    gaps of every finished request in their order.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, keep_itl: bool = False) -> None:
+        self.itl_ns: dict[int, array[int]] = {}
+        self._keep_itl = keep_itl
         self.records: dict[int, RequestRecord] = {}
         self.pauses_ns: Counter[int] = Counter()
         self._groups: Sequence[Group] = ()
@@ -73,6 +75,8 @@ class RunLog:
                 emitted = len(gaps) + 1
                 if request.outcome == "finished":
                     finish_ns = times.end_ns[runs[-1][1]]
+        if self._keep_itl and request.outcome == "finished":
+            self.itl_ns[request.index] = array("q", gaps)
         gaps.sort()
         self.records[request.index] = RequestRecord(
             request.index,
@@ -91,12 +95,13 @@ class RunLog:
 
     def _gaps(self, runs: Sequence[tuple[int, int]], times: "StepTimes") -> list[int]:
         gaps: list[int] = []
+        before = -1
         for first, last in runs:
+            if before >= 0:
+                gaps.append(times.end_ns[first] - times.end_ns[before])
+                self.pauses_ns[gaps[-1]] += 1
             gaps += times.gap_ns[first + 1 : last + 1]
-        for (_, last), (first, _) in pairwise(runs):
-            gap = times.end_ns[first] - times.end_ns[last]
-            self.pauses_ns[gap] += 1
-            gaps.append(gap)
+            before = last
         return gaps
 
     def gaps(self) -> tuple["array[int]", "array[int]"]:

@@ -39,7 +39,8 @@ class TableCost:
     device time outside them that the caller gives (step_us). The host's time (host_us) comes on top, or, where it
     overlaps with the device's as under asynchronous scheduling, only what it exceeds it by. by_tokens and by_sequences
     price one rank, by_group_tokens the tokens of all ranks (padded as they are computed), by_sparse_tokens the tokens
-    of a rank that do not take dense prefill. dense_prefill: None where the engine has no such kernel, or the model no indexer.
+    of a rank that do not take dense prefill. dense_prefill: None where the engine has no such kernel, or the model no
+    indexer.
     """
 
     by_tokens: Folded

@@ -11,7 +11,7 @@ from profiler.core.types import Parallel
 from serving.core.loop import run
 from serving.core.runlog import RunLog
 from serving.core.scheduler import Limits
-from serving.metrics import COLUMNS, csv_text, summary
+from serving.metrics import COLUMNS, csv_text, peer_csv_text, summary
 from serving.result import Deployment, Result, Tables
 from serving.routers import create_router
 from serving.terminal import run_lines
@@ -28,15 +28,17 @@ DEPLOYMENT = Deployment(
 )  # fmt: skip
 
 
-def replayed(rows, horizon_ns=None):
+def replayed(rows, horizon_ns=None, keep_itl=False):
     """Rows are (arrival_ns, prompt, output); every step takes 1 ms; 5 usable blocks of 16 tokens."""
-    log = RunLog()
+    log = RunLog(keep_itl=keep_itl)
     groups = [group(engine(num_blocks=6, limits=LIMITS), cost=FLAT)]
     requests = [request(i, prompt, output, at) for i, (at, prompt, output) in enumerate(rows)]
     run(groups, requests, create_router("least_loaded"), log, horizon_ns=horizon_ns)
     trace = Trace("jsonl", tuple(TraceRequest(f"r{i}", at, p, o) for i, (at, p, o) in enumerate(rows)))
     records = tuple(log.records[i] for i in range(len(rows)))
-    return Result("test", "least_loaded", trace, records, log.gaps(), (DEPLOYMENT,), groups[0].steps, 0, 0, horizon_ns)
+    return Result(
+        "test", "least_loaded", trace, records, log.gaps(), (DEPLOYMENT,), groups[0].steps, 0, 0, horizon_ns, log.itl_ns
+    )
 
 
 def rows_of(result):
@@ -105,3 +107,20 @@ def test_preemptions_show_in_row_and_figures():
     result = replayed([(0, 32, 20), (0, 32, 20)])
     assert [row["preemptions"] for row in rows_of(result)] == ["0", "1"]
     assert summary(result)["preemptions"] == 1
+
+
+def test_the_peers_columns_by_hand():
+    """The second request is preempted after its first token, waits for the first, and is computed again with the last.
+
+    5 blocks of 16 tokens: the first holds three from its 33rd token on, so the second finds none for its own.
+    """
+    result = replayed([(500_000, 32, 18), (600_000, 32, 20), (700_000, 500, 9), (700_000, 8, 1)], keep_itl=True)
+    assert list(csv.reader(io.StringIO(peer_csv_text(result)))) == [
+        ["instance id", "request id", "model", "input", "output", "arrival", "end_time", "latency", "queuing_delay",
+         "TTFT", "TPOT", "ITL"],
+        ["0", "r0", "acme/tiny", "32", "18", "500000", "18500000", "18000000", "0", "1000000", "1000000",
+         str([1_000_000] * 17)],
+        ["0", "r3", "acme/tiny", "8", "1", "700000", "19500000", "18800000", "17800000", "18800000", "0", "[]"],
+        ["0", "r1", "acme/tiny", "32", "20", "600000", "37500000", "36900000", "900000", "1900000", "1842105",
+         str([17_000_000] + [1_000_000] * 18)],
+    ]  # fmt: skip
