@@ -41,7 +41,8 @@ class Hardware:
     """A GPU and how it is linked to its neighbours.
 
     architecture: "sm90", or "gfx942" of AMD. memory_total_gib: what the CUDA runtime reports as the device's total
-    memory, which is what vLLM multiplies with its utilisation. bf16_tflops and fp8_tflops: dense peaks of the tensor cores.
+    memory, which is what vLLM multiplies with its utilisation. bf16_tflops and fp8_tflops: dense peaks of the tensor
+    cores.
     gpus_per_node: GPUs that share the `intra_node` link. links: by tier, see TIERS. sources: where each number is from.
     step_overhead_us: device time of an engine's step that no kernel table holds; None where nobody has found it out.
     """

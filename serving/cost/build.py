@@ -9,7 +9,7 @@ from profiler.core.grid_mixed import mixed_grid
 from profiler.core.grid_moe import moe_grid
 from profiler.core.hardware import Hardware
 from profiler.core.kv import KvLayout
-from profiler.core.stack import fold
+from profiler.core.modules import fold_for
 from profiler.core.types import Category, Component, ModelSpec, Parallel
 from serving.collectives import Collectives, from_hardware
 from serving.cost.communication import Communication, group_lines
@@ -54,7 +54,7 @@ def build_cost(
     _check_contract(bundle, spec, kv)
     _check_split(spec, parallel)
     build = _Builder(bundle, spec, parallel, allow_extrapolation)
-    counts = dict(fold(spec).components)
+    counts = dict(fold_for(spec, bundle.meta).components)
     if collectives is None and parallel.gpus > 1:
         if hardware is None:
             raise ConfigError("more than one GPU needs a hardware file or link numbers in the cluster file")
