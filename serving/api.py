@@ -1,12 +1,12 @@
 """The replay as a function of a cluster and a trace."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from profiler.core.errors import ConfigError
 from profiler.core.paths import default_bundle_root
 from serving.config import Cluster, Overrides, load_cluster
-from serving.content import block_keys, tells_content
+from serving.content import Keys, tells_content
 from serving.core.engine import Group
 from serving.core.loop import run
 from serving.core.request import Request
@@ -88,22 +88,22 @@ def _deploy_all(cluster: Cluster, bundle_root: Path, allow_extrapolation: bool) 
     return deployed
 
 
-def _requests(trace: Trace, deployed: list[Deployed]) -> list[Request]:
-    """Fresh requests whose block keys fit the block size of the engines.
+def _requests(trace: Trace, deployed: list[Deployed]) -> Iterator[Request]:
+    """Fresh requests, each made when it arrives, whose block keys fit the block size of the engines.
 
-    Raises ConfigError when engines with prefix caching have different block sizes and the trace tells contents: the
-    content of a block would depend on where a request is routed.
+    Raises ConfigError at once when engines with prefix caching have different block sizes and the trace tells contents:
+    the content of a block would depend on where a request is routed.
     """
     sizes = {one.deployment.block_tokens for one in deployed if one.deployment.prefix_caching}
-    keys: list[tuple[int, ...]] = [()] * len(trace.requests)
+    keys = None
     if sizes and tells_content(trace.requests):
         if len(sizes) > 1:
             raise ConfigError(
                 f"instances have KV blocks of {', '.join(map(str, sorted(sizes)))} tokens: a trace with token ids "
                 "or prefix hashes needs one block size; switch prefix caching off or use requests without them"
             )
-        keys = block_keys(trace.requests, sizes.pop())
-    return [
-        Request(index, row.arrival_ns, row.prompt_tokens, row.output_tokens, keys[index], row.priority)
+        keys = Keys(sizes.pop())
+    return (
+        Request(index, row.arrival_ns, row.prompt_tokens, row.output_tokens, keys.of(row) if keys else (), row.priority)
         for index, row in enumerate(trace.requests)
-    ]
+    )

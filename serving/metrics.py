@@ -8,7 +8,7 @@ import csv
 import io
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import IO, Any, Final
 
 from profiler.core.units import NS_PER_S
 from serving.core.runlog import RequestRecord, percentile
@@ -42,12 +42,17 @@ def request_rows(result: Result) -> Iterator[tuple[str | int | None, ...]]:
         )  # fmt: skip
 
 
-def csv_text(result: Result) -> str:
+def write_csv(result: Result, stream: IO[str]) -> None:
     """The rows as CSV with a header, empty cells for None; equal results give equal bytes."""
-    stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")
     writer.writerow(COLUMNS)
     writer.writerows(request_rows(result))
+
+
+def csv_text(result: Result) -> str:
+    """What write_csv writes."""
+    stream = io.StringIO()
+    write_csv(result, stream)
     return stream.getvalue()
 
 

@@ -81,7 +81,7 @@ def command(
     from profiler.core.units import NS_PER_S
     from serving.api import replay
     from serving.config import Overrides
-    from serving.metrics import csv_text, peer_csv_text, summary
+    from serving.metrics import peer_csv_text, summary, write_csv
     from serving.terminal import print_summary
 
     summary_path = output_path.with_name(f"{output_path.name}.summary.json")
@@ -111,7 +111,10 @@ def command(
         )
     figures = summary(result)
     with atomic_write(output_path) as rows, atomic_write(summary_path) as overview:
-        rows.write(peer_csv_text(result) if columns == "peer" else csv_text(result))
+        if columns == "peer":
+            rows.write(peer_csv_text(result))
+        else:
+            write_csv(result, rows)
         json.dump(figures, overview, indent=2, allow_nan=False)
         overview.write("\n")
     for line, reason in result.trace.skipped:

@@ -2,7 +2,7 @@ import pytest
 from simulated import engine, request
 
 from profiler.core.errors import ConfigError
-from serving.core.scheduler import Limits
+from serving.core.scheduler import Asked, Limits
 from serving.policies import load_policy
 from serving.routers import create_router
 from serving.routers.least_loaded import score
@@ -23,6 +23,16 @@ def test_score_counts_requests_that_are_still_on_their_way():
     one = engine()
     one.submit(request())
     assert score(one) == 1
+
+
+def test_policies_see_prompt_lengths_and_never_those_of_outputs():
+    """I11: the length of an output is not known when a request is queued."""
+    assert not any("output" in name for name in Asked._fields)
+    first, second = Asked(0, 5, 100, 3), Asked(1, 9, 10, -1)
+    assert [load_policy(name).rank(first) < load_policy(name).rank(second) for name in ("fcfs", "priority")] == [
+        True,
+        False,
+    ]
 
 
 def test_unknown_names_propose_the_nearest():
