@@ -62,9 +62,10 @@ def rescale(
     factor = exact("--time-factor", time_factor)
     wanted = exact("--rate", rate)
     requests = source.requests()
-    if factor is None:
+    if wanted is not None:
         requests = list(requests)
         factor = factor_for_rate(requests, wanted)
+    assert factor is not None
     write([source], rescaled(requests, factor), output, output_format, hash_block_tokens)
 
 

@@ -40,7 +40,7 @@ def claims(first_line: str) -> bool:
     """True for a JSON object with a length or a timestamp that is not of the plainer Mooncake format or Bailian's."""
     keys = keys_of(first_line)
     plain = "hash_ids" in keys and keys.isdisjoint(_DISTINCT)
-    lengths = ("input_length", "input_tokens", "timestamp", "created_time", "hash_ids")
+    lengths = ("input_length", "input_tokens", "output_length", "timestamp", "created_time")
     return not keys.isdisjoint(lengths) and not plain and keys.isdisjoint(("chat_id", "parent_chat_id"))
 
 

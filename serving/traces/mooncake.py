@@ -8,6 +8,7 @@ one perhaps part-filled; equal ids mean an equal block behind an equal prefix.
 
 import json
 from collections.abc import Iterable, Iterator
+from decimal import Decimal
 from typing import Any, Final
 
 from profiler.core.units import NS_PER_MS
@@ -26,9 +27,9 @@ _DYNAMO: Final = ("session_id", "delay", "delay_ms", "input_tokens", "output_tok
 
 
 def claims(first_line: str) -> bool:
-    """True for a JSON object with one of the fields and none that only Bailian's or Dynamo's rows have."""
+    """True for a JSON object with hashes and a length or a timestamp, and no key of Bailian's or Dynamo's alone."""
     keys = keys_of(first_line)
-    return not keys.isdisjoint(FIELDS) and keys.isdisjoint((*_BAILIAN, *_DYNAMO)) and "hash_ids" in keys
+    return not keys.isdisjoint(FIELDS[:3]) and keys.isdisjoint((*_BAILIAN, *_DYNAMO)) and "hash_ids" in keys
 
 
 def read(lines: Iterable[tuple[int, str]], hash_block_tokens: int = HASH_BLOCK_TOKENS) -> Iterator[tuple[int, Row]]:
@@ -56,7 +57,10 @@ def _request(row: dict[str, Any], number: int, block_tokens: int) -> TraceReques
 
 def _milliseconds(row: dict[str, Any]) -> int:
     if "timestamp" in row and (type(row["timestamp"]) is not int or row["timestamp"] > MAX_NS // NS_PER_MS):
-        raise ValueError(f"timestamp must be an integer of milliseconds of at least 0, found {shown(row['timestamp'])}")
+        raise ValueError(
+            f"timestamp must be an integer of milliseconds of at least 0, found {shown(row['timestamp'])}"
+            + ("; fractions are of the format dynamo" if isinstance(row["timestamp"], Decimal) else "")
+        )
     return integer(row, "timestamp", 0, "milliseconds") * NS_PER_MS
 
 
