@@ -3,10 +3,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from profiler.core.bundle import find_bundle, read_bundle
+from profiler.core.bundle import find_bundle, read_bundle, table_text
 from profiler.core.errors import ConfigError
 from profiler.core.registry import load_model
 from profiler.core.types import Parallel
+from profiler.formats.llmservingsim import convert
 from serving.core.shape import StepShape
 from serving.cost import build_cost
 
@@ -65,7 +66,12 @@ def test_stored_bundle_becomes_ours(tmp_path: Path) -> None:
         ("dense", "layer,tokens,time_us,note\n", r"dense\.csv:1: the header is layer,tokens,time_us,note"),
         ("dense", "layer,tokens,time_us\no_proj,1\n", r"dense\.csv:2: 2 fields"),
         ("dense", "layer,tokens,time_us\no_proj,x,1\n", r"dense\.csv:2: tokens must be an integer"),
-        ("attention", "layer,prefill_chunk,prefill_key,n_decode,kv_decode,decode_q_len,time_us\n", "attention.*header"),
+        ("attention", "layer,prefill_chunk,kv_prefill,n_decode,kv_decode,time_us\n", "attention.*header"),
+        (
+            "attention",
+            "layer,prefill_chunk,prefill_key,n_decode,kv_decode,decode_q_len,time_us\nindexr,16,8,0,0,1,2.0\n",
+            r"attention\.csv:2: unknown attention kernel 'indexr'; did you mean 'indexer'",
+        ),
         ("skew", FILES["skew.csv"].replace("80,44", "80,?"), r"skew\.csv:2: times must be numbers"),
     ],
 )
@@ -140,3 +146,60 @@ def test_recorded_tables_of_experts_answer_for_any_slice() -> None:
     )
     # Half of the experts on 256 + 256 tokens: as many pairs as 256 tokens alone, on 64 experts.
     assert experts_us(halves, 256, 2) == pytest.approx(472.085, rel=1e-3)
+
+
+def test_later_columns_give_the_context_back(tmp_path: Path) -> None:
+    """prefill_key is context + chunk / 2; sparse kernels clip it at the cap, here 2,048 keys of MiniMax-M3."""
+    header = "layer,prefill_chunk,prefill_key,n_decode,kv_decode,decode_q_len,time_us"
+    rows = (
+        *("attention,16,8,0,0,1,8.5", "attention,16,1032,0,0,1,9.5", "attention,0,0,4,512,2,7.0"),
+        *("sparse_attention,64,1032,0,0,1,3.0", "sparse_attention,64,2048,0,0,1,4.0", "indexer,64,4128,0,0,1,5.0"),
+    )
+    stamped = "layer,tokens,time_us,measurement_protocol,measurement_sha256\no_proj,1,2.5,p,abc\n"
+    path = folder(
+        tmp_path,
+        META | {"model": "MiniMaxAI/MiniMax-M3"},
+        attention="\n".join((header, *rows)) + "\n",
+        moe="ep,tokens,activated_experts,time_us\n8,16,4,30\n",
+        dense=stamped,
+        skew="layer,requests_json,t_skew_us\n",
+    )
+    bundle = read_bundle(path)
+    assert [row[:-1] for row in bundle.table(1, "attention").rows()] == [
+        ("attention", 0, 0, 4, 512, 2, 7.0),
+        ("attention", 16, 0, 0, 0, 0, 8.5),
+        ("attention", 16, 1024, 0, 0, 0, 9.5),
+    ]
+    assert [row[1:3] for row in bundle.table(1, "sparse_attention").rows()] == [
+        (64, 1000),
+        (64, 2016),
+        (64, 1_048_576 - 64),
+    ]
+    assert [row[1:3] for row in bundle.table(1, "indexer").rows()] == [(64, 4096)]
+    # Four experts per token, an eighth of the pairs on each of eight ranks.
+    assert [row[:-2] for row in bundle.table(1, "moe").rows()] == [("experts", 8, 16, 4.0, 8.0)]
+    assert "moe_slices" not in bundle.meta and bundle.meta["left_out"] == [
+        "tp1/skew.csv: corrections per kernel are not read"
+    ]
+
+
+def test_a_stored_bundle_is_written_in_our_format(tmp_path: Path) -> None:
+    path = folder(tmp_path / "theirs")
+    written, tables = convert(path, tmp_path / "ours")
+    again = read_bundle(written)
+    assert again.meta["provenance"] == "imported" and "MIT" in again.meta["imported_from"]["licence"]
+    assert {key: table_text(table) for key, table in again.tables.items()} == {
+        key: table_text(table) for key, table in tables.items()
+    }
+    assert again.skew == read_bundle(path).skew
+    assert [row[1:4] for row in again.table(1, "skew").rows()] == [
+        ("1x16@0", "1x512 1x128", "joint"),
+        ("none", "1x1024 1x256", "fit"),
+        ("none", "1x512 1x128", "fit"),
+    ]
+    with pytest.raises(ConfigError, match="--force"):
+        convert(path, tmp_path / "ours")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "meta.yaml").write_text("schema_version: 1\n")
+    with pytest.raises(ConfigError, match="not a bundle of LLMServingSim"):
+        convert(tmp_path / "other", tmp_path / "ours")
