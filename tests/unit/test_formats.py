@@ -135,7 +135,7 @@ def test_recorded_tables_of_experts_answer_for_any_slice() -> None:
     assert entry.us / entry.calls == pytest.approx(1066.6, rel=1e-3)
     from serving.collectives import Collectives, Tier
 
-    free = Collectives(Tier(1e9, 1e9, 0.0, 0.0, 0.0, 0.0, 0.0))
+    free = Collectives(Tier(1e9, 1e9, 0.0, 0.0, 0.0))
     halves = build_cost(
         bundle=bundle,
         spec=spec,
