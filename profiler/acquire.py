@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from profiler.card import CPU, check_card, choose_engine, hardware_name
+from profiler.contract import REPLAY_CATEGORIES, check_execution, execution_of, replay_spec
 from profiler.core.bundle import read_bundle, table_text, write_bundle
 from profiler.core.errors import AcquisitionError, ConfigError
 from profiler.core.hardware import load_hardware
@@ -22,7 +23,7 @@ from profiler.recheck import suspects
 from profiler.samples import Run, append_result, plain_info, read_runs, start_run
 from profiler.skew import fit_skew
 from profiler.sweep import batch_of, choose_categories, merge, plan, rank_spec, split_by_memory, split_by_prefills
-from profiler.tabulate import Acquired, bundle_meta, config_sha256, tabulate, variant_name
+from profiler.tabulate import Acquired, bundle_meta, config_sha256, tabulate, variant_of
 from profiler.visits import one_engine
 
 SM90: Final = "sm90"
@@ -51,6 +52,8 @@ class Job:
     repeats: int
     command: str
     skip_skew: bool = False
+    contract: str = "serving"
+    execution: str = "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +75,11 @@ def prepare(job: Job, model_root: Path | None = None) -> Target:
     config = load_model_config(job.model, model_root)
     spec = load_model(job.model, model_root)
     hardware = hardware_name(job.hardware)
+    check_execution(spec, job.contract, job.execution)
+    wanted = job.categories
+    if job.contract == "replay":
+        spec = replay_spec(spec, job.tps, job.ep_degrees)
+        wanted = wanted or REPLAY_CATEGORIES
     if job.warmup < 0 or job.repeats < 1:
         raise ConfigError(f"--warmup {job.warmup} --repeats {job.repeats}: at least 0 and 1 are needed")
     length = job.max_model_len or spec.max_position
@@ -84,7 +92,7 @@ def prepare(job: Job, model_root: Path | None = None) -> Target:
     for tp in job.tps:
         rank_spec(spec, tp)
         limits[tp] = Limits(job.grid, tp, job.ep_degrees, length, job.max_num_batched_tokens, job.max_num_seqs)
-        categories[tp] = choose_categories(spec, job.categories, tp, job.skip_skew)
+        categories[tp] = choose_categories(spec, wanted, tp, job.skip_skew)
         if "moe" in categories[tp] and spec.moe is not None:
             for ep in job.ep_degrees:
                 local_experts(spec.moe, ep)
@@ -139,12 +147,15 @@ def measure(
         max_model_len=length,
         max_num_batched_tokens=job.max_num_batched_tokens,
         max_num_seqs=job.max_num_seqs,
+        execution="native" if job.contract == "replay" else job.execution,
     )
     engine = create_engine(choose_engine(job.engine, target.hardware), options)
     try:
         run = _planned(job, target, tp, engine)
+        if options.execution == "native" and execution_of(run.info) != "native":
+            raise AcquisitionError(f"engine {run.info.name} does not run the native module of {target.spec.name}")
         if new_in is not None:
-            _refuse_existing(run, new_in)
+            _refuse_existing(run, new_in, job.contract)
         one_engine([*earlier, run])
         _fill(run, job, target.spec, engine, report, save_to, earlier)
         return run
@@ -176,8 +187,8 @@ def _planned(job: Job, target: Target, tp: int, engine: Engine) -> Run:
     )
 
 
-def _refuse_existing(run: Run, root: Path) -> None:
-    folder = bundle_folder(root, run)
+def _refuse_existing(run: Run, root: Path, contract: str) -> None:
+    folder = bundle_folder(root, run, contract)
     if not (folder / "meta.yaml").exists():
         return
     wanted = {(run.tp, fill.category) for shot in run.shots for fill in shot.fills}
@@ -223,7 +234,7 @@ def _fill(
 
     take([index for index in todo if run.shots[index].moe is None], again=False)
     if run.results and run.hardware != CPU:
-        take(suspects([*earlier, run], spec, find_binding(run.info)), again=True)
+        take(suspects([*earlier, run], spec, find_binding(run.info, job.contract)), again=True)
     take([index for index in todo if run.shots[index].moe is not None], again=False)
 
 
@@ -263,9 +274,9 @@ def load_samples(paths: Sequence[Path], target: Target) -> dict[int, list[Run]]:
     return by_tp
 
 
-def bundle_folder(root: Path, run: Run) -> Path:
+def bundle_folder(root: Path, run: Run, contract: str = "serving") -> Path:
     """Where the tables of a run belong."""
-    return root / run.hardware / run.model / variant_name(run.info.weights, str(run.info.kv["layout"]))
+    return root / run.hardware / run.model / variant_of(run.info, contract)
 
 
 def publish(
@@ -277,9 +288,9 @@ def publish(
     `write_bundle`.
     """
     tp = runs[-1].tp
-    binding = find_binding(runs[-1].info)
+    binding = find_binding(runs[-1].info, job.contract)
     acquired = tabulate(runs, target.spec, binding, job.categories)
-    folder = bundle_folder(out_root, runs[-1])
+    folder = bundle_folder(out_root, runs[-1], job.contract)
     bundle = read_bundle(folder) if (folder / "meta.yaml").exists() else None
     there = bundle.tables if bundle else {}
     tables = {

@@ -50,6 +50,8 @@ def recorded_settings(
         "engine": bundle.meta["engine"]["name"],
         "kv_cache_dtype": _KV_DTYPE_OF_LAYOUT.get(kv["layout"], kv["layout"]),
         "block_size": kv["block_tokens"],
+        "contract": bundle.meta["contract"],
+        "execution": bundle.meta["engine"].get("execution", "auto"),
         "warmup": protocol["warmup"],
         "repeats": protocol["repeats"],
     }, bundle
@@ -57,7 +59,7 @@ def recorded_settings(
 
 def check_same(bundle: Bundle, runs: Sequence[Run], target: Target) -> None:
     """ConfigError listing every fact in which the runs differ from the bundle; nothing is written then."""
-    new = meta_of_runs(runs, target.spec, find_binding(runs[-1].info))
+    new = meta_of_runs(runs, target.spec, find_binding(runs[-1].info, str(bundle.meta["contract"])))
     lines = disagreements(bundle.meta, new)
     if lines:
         raise ConfigError(

@@ -5,30 +5,32 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from profiler.bind import Bound, Row, Unbound, bind, decode_threshold_tokens, selection_in_dense_prefill
 from profiler.card import CPU
+from profiler.contract import execution_of, variant_suffix
 from profiler.core.bundle import SCHEMA_VERSION, Table, make_table
 from profiler.core.errors import AcquisitionError
 from profiler.core.hardware import Hardware, load_hardware
+from profiler.core.naming import variant_name
 from profiler.core.shots import Key
 from profiler.core.tables import KEY_COLUMNS
 from profiler.core.types import Category, ModelSpec
 from profiler.core.units import MIB
 from profiler.engines.base import Binding, EngineInfo
+from profiler.kernels._components import categories_of
 from profiler.quality import quality
 from profiler.recheck import check_outliers
 from profiler.samples import Run
 from profiler.sweep import rank_spec, work_of
-from profiler.visits import kv_facts, latest, one_engine
+from profiler.visits import Latest, kv_facts, latest, one_engine
 
 # Keys of a GPU description that change between two moments on the same card.
 _MOMENTARY: Final = ("pstate", "sm_clock_mhz", "memory_clock_mhz", "power_w", "temperature_c")
 # A cell may beat its roofline by this much before it counts as missing work: boost clocks and decimal peaks.
 _ROOFLINE_SLACK: Final = 0.95
-_LAYOUT_OF_WEIGHTS: Final = "bf16"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +51,9 @@ def config_sha256(config: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def variant_name(weights: str, kv_layout: str) -> str:
-    """`<weights>[-kv<layout>]`, the layout left out where the cache is plain bf16."""
-    return weights if kv_layout == _LAYOUT_OF_WEIGHTS else f"{weights}-kv{kv_layout}"
+def variant_of(info: EngineInfo, contract: str) -> str:
+    """The variant that an engine's tables belong to."""
+    return variant_name(info.weights, str(info.kv["layout"])) + variant_suffix(info, contract)
 
 
 def tabulate(runs: Sequence[Run], spec: ModelSpec, binding: Binding, categories: Iterable[str] | None) -> Acquired:
@@ -64,7 +66,7 @@ def tabulate(runs: Sequence[Run], spec: ModelSpec, binding: Binding, categories:
     nothing of this tp can be trusted. Raises ConfigError when the runs are not of one engine and layout.
     """
     info = one_engine(runs)
-    measured = latest(runs)
+    measured = _of_model(latest(runs), spec)
     shots, results = measured.shots, measured.results
     bound = bind(results.values(), shots, spec, info, binding)
     _refuse_material(bound)
@@ -77,7 +79,10 @@ def tabulate(runs: Sequence[Run], spec: ModelSpec, binding: Binding, categories:
         if index not in results:
             for category in dict.fromkeys(fill.category for fill in shot.fills):
                 refused[category].append(f"{shot.label}: not run")
-    for category, impossible in _too_fast(bound.rows, spec, runs[-1], info).items():
+    # Equal parts of one kernel's time say nothing of the work of each.
+    shared = binding.FUSED.keys() | set(binding.FUSED.values())
+    whole = [row for row in bound.rows if row.name not in shared]
+    for category, impossible in _too_fast(whole, spec, runs[-1], info).items():
         refused[category] += impossible
     cells = _cells(bound.rows)
     for category in wanted:
@@ -105,6 +110,13 @@ def tabulate(runs: Sequence[Run], spec: ModelSpec, binding: Binding, categories:
             "selects": selection_in_dense_prefill(results.values(), shots, spec, info, binding),
         }
     return Acquired(runs[-1].tp, tables, reasons, bound.unbound, bound.bound_share, grid)
+
+
+def _of_model(measured: Latest, spec: ModelSpec) -> Latest:
+    """Without cells of components that this catalog does not have: a file may hold runs of several contracts."""
+    known = categories_of(spec).keys()
+    shots = [replace(s, fills=tuple(f for f in s.fills if known >= set(f.components))) for s in measured.shots]
+    return replace(measured, shots=shots)
 
 
 def _refuse_material(bound: Bound) -> None:
@@ -207,18 +219,22 @@ def bundle_meta(runs: Sequence[Run], spec: ModelSpec, acquired: Acquired, bindin
 def meta_of_runs(runs: Sequence[Run], spec: ModelSpec, binding: Binding) -> dict[str, Any]:
     """What runs say of all their tables alike. Time and command are those of the last one."""
     run, info = runs[-1], runs[-1].info
+    contract = str(getattr(binding, "CONTRACT", "serving"))
+    engine = {"name": info.name, "versions": dict(info.versions)}
+    if (execution := execution_of(info)) is not None:
+        engine["execution"] = execution
     return {
         "schema_version": SCHEMA_VERSION,
         "provenance": "measured",
         "hardware": run.hardware,
         "gpu": {key: value for key, value in info.gpu.items() if key not in _MOMENTARY},
-        "engine": {"name": info.name, "versions": dict(info.versions)},
+        "engine": engine,
         "model": run.model,
         "model_config_sha256": run.model_config_sha256,
-        "variant": variant_name(info.weights, str(info.kv["layout"])),
+        "variant": variant_of(info, contract),
         "weights": info.weights,
         "kv": kv_facts(info),
-        "contract": "serving",
+        "contract": contract,
         "attended_cap_tokens": spec.indexer.attended_cap_tokens if spec.indexer else None,
         "protocol": dict(run.protocol),
         "layer_kinds": list(info.layer_kinds),

@@ -22,6 +22,7 @@ def one_engine(runs: Sequence[Run]) -> EngineInfo:
             ("card", first.info.gpu.get("name"), run.info.gpu.get("name")),
             ("KV layout", kv_facts(first.info), kv_facts(run.info)),
             ("weights", first.info.weights, run.info.weights),
+            ("execution", first.info.settings.get("execution"), run.info.settings.get("execution")),
             ("layers", first.info.layer_kinds, run.info.layer_kinds),
             ("protocol", dict(first.protocol), dict(run.protocol)),
             ("model configuration", first.model_config_sha256, run.model_config_sha256),

@@ -53,6 +53,8 @@ _ENGINE_OPTIONS = (
     click.option("--max-num-seqs", type=click.IntRange(min=1), default=256, help="Requests of one step."),
     click.option("--warmup", type=click.IntRange(min=0), default=2, help="Untimed runs of each shot."),
     click.option("--repeats", type=click.IntRange(min=1), default=5, help="Timed runs of each shot."),
+    click.option("--contract", default="serving", help="serving, or replay: the attention tail of DSA as one number."),
+    click.option("--execution", default="auto", help="auto, or native: vLLM's own module of DeepSeek-V3.2."),
     click.option(
         "--model-config-root",
         type=click.Path(file_okay=False, path_type=Path),
@@ -100,6 +102,8 @@ def job_of(model: str, options: dict[str, Any]) -> "Job":
         repeats=options["repeats"],
         command=_repeatable(model, options),
         skip_skew=options.get("skip_skew", False),
+        contract=options["contract"],
+        execution=options["execution"],
     )
 
 
@@ -116,6 +120,9 @@ def _repeatable(model: str, options: dict[str, Any]) -> str:
             parts.append(f"--{name.replace('_', '-')} {text}")
     if options.get("skip_skew"):
         parts.append("--skip-skew")
+    for name, usual in (("contract", "serving"), ("execution", "auto")):
+        if options[name] != usual:
+            parts.append(f"--{name} {options[name]}")
     return " ".join(parts)
 
 

@@ -51,7 +51,9 @@ def command(model: str, form: str, components: bool, **options: Any) -> None:
         shots = {tp: coverage.representative_shots(target.spec, target.limits[tp]) for tp in job.tps}
         by_tp = measure_all(job, acquire.with_shots(target, shots), options["save_samples"], False, None)
         chosen = job.tps
-    found = {tp: coverage.coverage(by_tp[tp], target.spec, find_binding(by_tp[tp][-1].info)) for tp in chosen}
+    found = {
+        tp: coverage.coverage(by_tp[tp], target.spec, find_binding(by_tp[tp][-1].info, job.contract)) for tp in chosen
+    }
     if form == "json":
         click.echo(json.dumps([coverage.as_json(found[tp], by_tp[tp][-1]) for tp in chosen], indent=1))
     else:

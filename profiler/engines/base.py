@@ -35,7 +35,8 @@ class EngineOptions:
     model: canonical name; config: the raw HF configuration as stored (nested stays nested); spec: the whole model.
     hardware: canonical GPU name, already checked against the card. tp: tensor-parallel degree whose per-rank shapes
     are emulated on the one card. ep_degrees: expert slices that moe shots will ask for. block_tokens: None lets the
-    engine choose. max_model_len and the batch limits are those that the shots respect.
+    engine choose. max_model_len and the batch limits are those that the shots respect. execution: "native" asks for the
+    engine's own module of the model where it has two; the engine then reports settings["execution"] = "native".
     """
 
     model: str
@@ -49,6 +50,7 @@ class EngineOptions:
     max_model_len: int
     max_num_batched_tokens: int
     max_num_seqs: int
+    execution: str = "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +139,8 @@ class Rule:
 class Binding(Protocol):
     """How one engine's modules and kernels map to components: a module of profiler/engines/bindings.
 
-    FUSED: component -> the component whose kernels also do its work; its rows carry zero time, and meta.yaml says so.
+    FUSED: component -> the component whose kernels also do its work; they share its time, and meta.yaml says so.
+    CONTRACT: what the tables are for, "serving" where a binding has no such name.
     """
 
     FUSED: Mapping[str, str]
@@ -171,17 +174,23 @@ def create_engine(name: str, options: EngineOptions) -> Engine:
     return engine
 
 
-def find_binding(info: EngineInfo) -> Binding:
-    """The binding whose `matches` accepts what ran. Raises AcquisitionError naming the bindings when none does."""
+def find_binding(info: EngineInfo, contract: str = "serving") -> Binding:
+    """The binding of this contract whose `matches` accepts what ran.
+
+    Raises AcquisitionError naming the bindings when none does.
+    """
     package = importlib.import_module(f"{_PACKAGE}.bindings")
     names = sorted(m.name for m in pkgutil.iter_modules(package.__path__))
     for name in names:
         binding: Any = importlib.import_module(f"{_PACKAGE}.bindings.{name}")
-        if binding.matches(info):
+        if getattr(binding, "CONTRACT", "serving") == contract and binding.matches(info):
             found: Binding = binding
             return found
     versions = ", ".join(f"{package} {version}" for package, version in info.versions.items())
+    if "execution" in info.settings:
+        versions += f", {info.settings['execution']}"
     raise AcquisitionError(
-        f"the kernels of engine {info.name} ({versions}) are bound by no module of profiler/engines/bindings; "
+        f"the kernels of engine {info.name} ({versions}) are "
+        f"bound by no module of profiler/engines/bindings for contract {contract}; "
         f"there are {', '.join(names)}"
     )

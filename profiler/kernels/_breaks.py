@@ -4,12 +4,16 @@ from profiler.core.types import ModelSpec
 
 # Kernels whose work begins, or ends growing, where a query sees more keys than it attends.
 _AT_THE_CAP = frozenset({"index_topk", "block_topk", "sparse_mla", "sparse_gqa"})
+# Selection, and on the prefill side another attention kernel, begin beyond the top-k.
+_TAIL = "dsa_attention_tail"
 _INDEXER = frozenset({"index_scores", "index_topk"})
 
 
 def jumps(name: str, axis: str) -> bool:
     """Whether time steps at a kernel's breaks, so that points are needed at both b and b + 1; else it only bends."""
     return axis == "prefill_chunk_tokens" or (axis, name) in (
+        ("prefill_context_tokens", _TAIL),
+        ("decode_kv_tokens", _TAIL),
         ("prefill_context_tokens", "mla_dense_prefill"),
         ("decode_kv_tokens", "index_topk"),
         ("decode_kv_tokens", "block_topk"),
@@ -27,6 +31,8 @@ def breaks(spec: ModelSpec, name: str, axis: str, other: int) -> tuple[int, ...]
         return (1,)  # one new token is a decode, two are a prefill
     if axis == "prefill_context_tokens" and name == "mla_dense_prefill":
         return (0,)  # a context is gathered, expanded and attended by a pass of its own
+    if name == _TAIL and axis in ("prefill_context_tokens", "decode_kv_tokens"):
+        return (cap,) if axis == "decode_kv_tokens" else (cap - other,) if other < cap else ()
     if name not in _AT_THE_CAP:
         return ()
     if axis == "decode_kv_tokens":

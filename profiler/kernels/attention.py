@@ -7,8 +7,9 @@ from typing import Final
 
 from profiler.core.shots import Shot
 from profiler.core.types import Category, ModelSpec
+from profiler.families.deepseek_v32_tail import TAIL
 from profiler.kernels._axes import Limits
-from profiler.kernels._batches import decode_cells, decode_shot, prefill_cells, prefill_shot
+from profiler.kernels._batches import cap_point, decode_cells, decode_shot, prefill_cells, prefill_shot
 from profiler.kernels._components import components_of
 from profiler.kernels._work import Work, key_rows, queries, query_key_pairs
 
@@ -34,9 +35,11 @@ def shots(spec: ModelSpec, limits: Limits) -> list[Shot]:
     short = tuple(c.name for c in components if c.when == "prefill_dense")
     found: list[Shot] = []
     if always:
-        cells = prefill_cells(limits, limits.longest)
+        # A kernel that contains the selection changes where that begins.
+        cap = cap_point(spec, limits) if TAIL in always else None
+        cells = prefill_cells(limits, limits.longest, cap=cap)
         found += [prefill_shot(CATEGORY, always, chunk, context, "auto") for chunk, context in cells]
-        found += [decode_shot(CATEGORY, always, requests, kv) for requests, kv in decode_cells(limits)]
+        found += [decode_shot(CATEGORY, always, requests, kv) for requests, kv in decode_cells(limits, cap)]
     if short and spec.indexer is not None:
         # The regime ends at the top-k, so its table does too: no row beyond it would be of this kernel.
         also = (1, 256) if limits.axes.at_the_cap else ()

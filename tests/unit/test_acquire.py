@@ -254,7 +254,7 @@ def test_block_selection_refuses_the_default_block() -> None:
     ("hardware", "device", "message"),
     [
         ("H200", "NVIDIA H100 80GB HBM3", r"--hardware H200: the card here is 'NVIDIA H100 80GB HBM3', that is H100"),
-        ("H200", "NVIDIA GeForce RTX 4090", r"the card here is 'NVIDIA GeForce RTX 4090', which no file .* names"),
+        ("H200", "Acme Turbo 9000", r"the card here is 'Acme Turbo 9000', which no file .* names"),
         ("H200", None, "no CUDA device is visible here"),
     ],
 )
