@@ -20,13 +20,13 @@ from typing import Any
 
 from profiler.core.errors import ConfigError
 from profiler.core.types import MoeDims
-from serving.expert_placement import ExpertPlacement
-from serving.gates import Draw, check_dims
+from serving.expert_placement import ExpertPlacement, linear
+from serving.gates import Draw, check_dims, create_gate
 from serving.gates.histogram import check_counts
 from serving.gates.recorded import check_row
 
 QUANTILES = (0.5, 0.9, 0.99)
-_DRAWN_TOKENS = 16_384
+_DRAWN_TOKENS = _REACH_TOKENS = 16_384
 
 
 def reach_probability(moe: MoeDims, ranks: int) -> Fraction:
@@ -224,6 +224,32 @@ def busiest_rank(
         pairs.append(found.busiest_pairs.mean / expected_pairs(moe, placement.ranks, tokens))
         distinct.append(found.busiest_distinct.mean / expected_distinct(moe, placement.ranks, tokens))
     return BusiestRank(tuple(counts), tuple(pairs), tuple(distinct))
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertLoad:
+    """What a routing means for the cost of a step. reach: share of the group's tokens at the rank that gets most."""
+
+    busiest: BusiestRank
+    reach: float
+
+
+def expert_load(draw: Draw, moe: MoeDims, placement: ExpertPlacement, most_tokens: int, *, seed: int = 0) -> ExpertLoad:
+    """The load that a gate puts on a placement, for steps of up to `most_tokens` tokens of a group."""
+    found = simulate(draw, placement, _REACH_TOKENS, draws=1, seed=seed)
+    reach = found.busiest_tokens.mean / _REACH_TOKENS
+    return ExpertLoad(busiest_rank(draw, moe, placement, most_tokens, seed=seed), reach)
+
+
+def own_reach(moe: MoeDims, ranks: int) -> float:
+    """Probability that a token reaches a rank of a linear placement under the model's own rule.
+
+    Exact without expert groups, else drawn (16,384 tokens, a fixed seed).
+    """
+    if moe.n_group == 1 and moe.num_experts % ranks == 0:
+        return float(reach_probability(moe, ranks))
+    placement = linear(moe.num_experts, ranks)
+    return simulate(create_gate("grouped_topk", moe), placement, _REACH_TOKENS, draws=1).reach
 
 
 def read_counts(path: Path, moe: MoeDims) -> list[float]:

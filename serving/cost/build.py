@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from profiler.core.bundle import Bundle
+from profiler.core.collective_table import FILE, CollectiveRow, read_collectives
 from profiler.core.errors import ConfigError, ContractError
 from profiler.core.grid import Curve, Outside, batch_rows, curve, decode_grid, fixed_us, prefill_grid
 from profiler.core.grid_mixed import mixed_grid
@@ -11,6 +12,7 @@ from profiler.core.hardware import Hardware
 from profiler.core.kv import KvLayout
 from profiler.core.modules import fold_for
 from profiler.core.types import Category, Component, ModelSpec, Parallel
+from serving.backends import DEFAULT, sends
 from serving.collectives import Collectives, from_hardware
 from serving.cost.communication import Communication, group_lines
 from serving.cost.experts import Experts, expert_lines
@@ -18,6 +20,7 @@ from serving.cost.kernels import Kernel, PrefillWhen
 from serving.cost.skew import make_skew
 from serving.cost.step import DensePrefill, TableCost
 from serving.cost.tokens import Folded, curve_lines
+from serving.routing import BusiestRank, ExpertLoad, own_reach
 
 # Architectures whose sparse MLA back ends have no dense prefill kernel (vLLM 0.31, FlashInfer for SM120).
 _WITHOUT_DENSE_PREFILL = ("sm120",)
@@ -37,6 +40,8 @@ def build_cost(
     host_overlaps: bool = False,
     step_us: float = 0.0,
     step_source: str = "stated",
+    routing: ExpertLoad | None = None,
+    all2all_backend: str = DEFAULT,
     allow_extrapolation: bool = False,
 ) -> TableCost:
     """The StepCost of one group of `parallel.dp` engines.
@@ -47,6 +52,7 @@ def build_cost(
     capture_sizes: CUDA-graph sizes (serving.cost.default_capture_sizes), empty for eager. host_us: host time per
     step, as stated by the caller; where `host_overlaps` (asynchronous scheduling) only what it exceeds the device's
     time by counts. step_us: device time per step that the tables do not contain; step_source says where it is from.
+    routing: what the busiest expert-parallel rank gets, None for an even load. all2all_backend: see serving.backends.
 
     Raises ContractError when the bundle is not meant for serving or its KV layout or cap disagrees, CoverageError when
     a table or kernel is missing, ConfigError for a split that is not priced.
@@ -58,18 +64,20 @@ def build_cost(
     if collectives is None and parallel.gpus > 1:
         if hardware is None:
             raise ConfigError("more than one GPU needs a hardware file or link numbers in the cluster file")
-        collectives = from_hardware(hardware)
+        collectives = from_hardware(hardware, _measured_collectives(bundle))
     provenance = str(bundle.meta["provenance"])
     every_token = {one: count for one, count in counts.items() if one.when != "prefill_sparse"}
     sparse_tokens = {one: count for one, count in counts.items() if one.when == "prefill_sparse"}
     dense = build.curves("dense", every_token)
     sparse = curve_lines(build.curves("dense", sparse_tokens), provenance)
     sequences = build.curves("per_sequence", counts)
-    experts = build.experts(counts)
+    experts = build.experts(counts, routing.busiest if routing and parallel.ep > 1 else None)
     kernels = build.kernels(counts)
     parts = [curve_lines(dense, provenance)], [curve_lines(sequences, provenance)], [expert_lines(experts)]
     if collectives is not None:
-        comm = Communication(spec, parallel, collectives)
+        sent = sends(all2all_backend)
+        reach = _reach(spec, parallel, routing) if sent == "per_rank" else 1.0
+        comm = Communication(spec, parallel, collectives, sent, reach)
         for part, lines in zip(parts, (comm.tensor_lines, comm.head_lines, comm.expert_lines), strict=True):
             part.append(lines)
     by_tokens, by_sequences, by_group = (Folded(group_lines(*part), build.outside) for part in parts)
@@ -138,7 +146,7 @@ class _Builder:
             provenance=self.provenance,
         )
 
-    def experts(self, counts: Mapping[Component, int]) -> tuple[Experts, ...]:
+    def experts(self, counts: Mapping[Component, int], busiest: BusiestRank | None) -> tuple[Experts, ...]:
         moe, ep = self.spec.moe, self.parallel.ep
         if moe is None:
             return ()
@@ -152,8 +160,24 @@ class _Builder:
                 outside = self._beyond(one.name, tp, "moe")
                 table = self.bundle.table(tp, "moe")
                 grid = moe_grid(table, one.name, measured_ep, moe.num_experts // measured_ep, outside)
-                found.append(Experts(one.name, count, moe, ep, grid, self.provenance))
+                found.append(Experts(one.name, count, moe, ep, grid, self.provenance, busiest))
         return tuple(found)
+
+
+def _measured_collectives(bundle: Bundle) -> tuple[CollectiveRow, ...]:
+    """The collectives table beside the bundles of its hardware, where there is one."""
+    levels = len(str(bundle.meta["model"]).split("/"))
+    if len(bundle.path.parents) <= levels:
+        return ()
+    path = bundle.path.parents[levels] / FILE
+    return read_collectives(path) if path.is_file() else ()
+
+
+def _reach(spec: ModelSpec, parallel: Parallel, routing: ExpertLoad | None) -> float:
+    """Share of the group's tokens that the busiest rank receives; under an even load that of the model's own rule."""
+    if routing is not None:
+        return routing.reach
+    return own_reach(spec.moe, parallel.ep) if spec.moe and parallel.ep > 1 else 1.0
 
 
 def _prefill_when(one: Component) -> PrefillWhen:

@@ -1,4 +1,4 @@
-"""Routed experts of one rank under an even expert load."""
+"""Routed experts of one rank: under an even load, or of the busiest rank that a routing gives."""
 
 import math
 from collections.abc import Callable
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from profiler.core.grid import Grid
 from profiler.core.types import MoeDims
 from serving.cost.lines import Line, line
+from serving.routing import BusiestRank
 
 
 def local_pairs(moe: MoeDims, ep: int, tokens: int) -> float:
@@ -28,7 +29,10 @@ def activated_experts(moe: MoeDims, ep: int, tokens: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """The expert kernel of a rank: `count` MoE layers, experts split over `ep` ranks."""
+    """The expert kernel of a rank: `count` MoE layers, experts split over `ep` ranks.
+
+    busiest: how much more than an even load the busiest rank gets, for which all others wait; None for an even load.
+    """
 
     name: str
     count: int
@@ -36,11 +40,19 @@ class Experts:
     ep: int
     grid: Grid
     provenance: str
+    busiest: BusiestRank | None = None
+
+    def load(self, tokens: int) -> tuple[float, float]:
+        """(pairs, distinct experts) of the rank that is priced."""
+        pairs, reached = local_pairs(self.moe, self.ep, tokens), activated_experts(self.moe, self.ep, tokens)
+        if self.busiest is None or not tokens:
+            return pairs, reached
+        more_pairs, more_reached = self.busiest.factors(tokens)
+        return pairs * more_pairs, min(reached * more_reached, self.moe.num_experts / self.ep)
 
     def line(self, tokens: int) -> Line:
         """Price for `tokens` tokens of the whole group, as an all-gather back end gives them to every rank."""
-        pairs, reached = local_pairs(self.moe, self.ep, tokens), activated_experts(self.moe, self.ep, tokens)
-        return line(self.name, self.count, self.grid.at(pairs, reached), self.provenance)
+        return line(self.name, self.count, self.grid.at(*self.load(tokens)), self.provenance)
 
 
 def expert_lines(experts: tuple[Experts, ...]) -> Callable[[int], list[Line]]:
