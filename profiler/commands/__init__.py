@@ -1,8 +1,11 @@
 """Commands of `python -m profiler`, one file each."""
 
 SUMMARIES = {
+    "compare": "Ratio of two bundles of a model, kernel by kernel and shape by shape.",
     "coverage": "Account for every kernel of a model: bound to a component, or named.",
+    "import": "Turn tables that others measured into bundles.",
     "profile": "Measure a model's kernels and write a bundle of tables.",
+    "project": "Scale a bundle to a GPU that nobody measured, with an error band.",
     "show": "Summarise a bundle and plot its tables on one page.",
     "slice": "Measure one table of an existing bundle anew.",
 }

@@ -64,6 +64,7 @@ def aiconfigurator(system: str, model: str, backend: str, **options: Any) -> Non
         click.echo(f"  tp{tp}/{category}.csv: {len(table)} rows of {', '.join(table.names)}")
     for reason, count in imported.changes.items():
         click.echo(f"  {reason}: {count}")
+    click.echo(f"  computed by the package's rule for small kernels: {', '.join(imported.meta['computed'])}")
     for reason in imported.left_out:
         click.echo(f"  left out: {reason}")
     click.echo(imported.meta["imported_from"]["licence"], file=sys.stderr)
