@@ -23,6 +23,7 @@ from pydantic_core import PydanticCustomError
 from profiler.core.errors import ConfigError, unknown
 from profiler.core.load import read_mapping
 from profiler.core.types import Parallel
+from serving.backends import DEFAULT, sends
 from serving.policies import load_policy
 from serving.routers import create_router
 
@@ -57,6 +58,24 @@ class EngineSettings:
     host_overhead_us: float = 0.0
     async_scheduling: bool | None = None
     step_overhead_us: float | None = None
+    all2all_backend: str = DEFAULT
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """How tokens choose experts and where these are. gate "even" is the expected even load, without a draw.
+
+    options: of the gate. counts_path, picks_path: files of the gates "histogram" and "recorded". placement: one of
+    serving.expert_placement.STRATEGIES, without redundant experts. nodes: over which "eplb" packs expert groups.
+    """
+
+    gate: str = "even"
+    options: tuple[tuple[str, float], ...] = ()
+    counts_path: Path | None = None
+    picks_path: Path | None = None
+    placement: str = "linear"
+    nodes: int = 1
+    seed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +108,7 @@ class Instance:
     engine: EngineSettings
     memory: PeerMemory | None = None
     links: Links | None = None
+    routing: Routing = Routing()
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +183,18 @@ class EngineFile(Strict):
     available_kv_gib: Positive | None = None
     enforce_eager: bool = False
     host_overhead_us: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    all2all_backend: str = DEFAULT
     step_overhead_us: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+
+
+class RoutingFile(Strict):
+    gate: str = "even"
+    options: dict[str, Annotated[float, Field(allow_inf_nan=False)]] = {}
+    counts: str | None = None
+    picks: str | None = None
+    placement: str = "linear"
+    nodes: Count = 1
+    seed: Annotated[int, Field(ge=0)] = 0
 
 
 class InstanceFile(Strict):
@@ -173,6 +204,7 @@ class InstanceFile(Strict):
     replicas: Count = 1
     parallel: ParallelFile = ParallelFile()
     engine: EngineFile = EngineFile()
+    routing: RoutingFile = RoutingFile()
 
 
 class ClusterFile(Strict):
@@ -222,11 +254,25 @@ def _ours(path: Path, file: ClusterFile, overrides: Overrides) -> Cluster:
             variant=one.variant,
             parallel=Parallel(one.parallel.tp, one.parallel.pp, one.parallel.dp, one.parallel.ep),
             engine=replace(_settings(one.engine), **overrides.given()),
+            routing=_routing(path, one.routing),
         )
         for one in file.instances
         for _ in range(one.replicas)
     )
     return Cluster(path.stem, overrides.router or file.router, instances)
+
+
+def _routing(path: Path, routing: RoutingFile) -> Routing:
+    """Paths of a routing block count from the folder of the cluster file."""
+    return Routing(
+        gate=routing.gate,
+        options=tuple(sorted(routing.options.items())),
+        counts_path=path.parent / routing.counts if routing.counts else None,
+        picks_path=path.parent / routing.picks if routing.picks else None,
+        placement=routing.placement,
+        nodes=routing.nodes,
+        seed=routing.seed,
+    )
 
 
 def _settings(engine: EngineFile) -> EngineSettings:
@@ -247,6 +293,7 @@ def _settings(engine: EngineFile) -> EngineSettings:
         host_overhead_us=engine.host_overhead_us,
         async_scheduling=engine.async_scheduling,
         step_overhead_us=engine.step_overhead_us,
+        all2all_backend=engine.all2all_backend,
     )
 
 
@@ -255,6 +302,7 @@ def _check(path: Path, cluster: Cluster) -> None:
         create_router(cluster.router)
         for one in cluster.instances:
             load_policy(one.engine.policy)
+            sends(one.engine.all2all_backend)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
     for number, one in enumerate(cluster.instances):

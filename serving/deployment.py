@@ -23,6 +23,7 @@ from serving.core.blocks import BlockPool
 from serving.core.engine import Engine, Group
 from serving.core.scheduler import Limits, Scheduler
 from serving.cost import TableCost, build_cost, default_capture_sizes
+from serving.expert_load import routed_load
 from serving.policies import load_policy
 from serving.result import Deployment, Tables
 
@@ -66,10 +67,11 @@ def deploy(instance: Instance, first_engine: int, bundle_root: Path, allow_extra
     lockstep = spec.moe is not None and instance.parallel.dp > 1
     asynchronous = _asynchronous(instance.engine, bundle)
     step_us, step_source = _step_overhead(instance, hardware)
+    group = instance.parallel if lockstep else replace(instance.parallel, dp=1)
     cost = build_cost(
         bundle=bundle,
         spec=spec,
-        parallel=instance.parallel if lockstep else replace(instance.parallel, dp=1),
+        parallel=group,
         hardware=hardware,
         max_num_batched_tokens=limits.max_num_batched_tokens,
         kv=kv.layout,
@@ -79,6 +81,8 @@ def deploy(instance: Instance, first_engine: int, bundle_root: Path, allow_extra
         host_overlaps=asynchronous,
         step_us=step_us,
         step_source=step_source,
+        routing=routed_load(spec, group, instance.routing, limits.max_num_batched_tokens * group.dp),
+        all2all_backend=instance.engine.all2all_backend,
         allow_extrapolation=allow_extrapolation,
     )
     deployment = Deployment(
@@ -100,6 +104,9 @@ def deploy(instance: Instance, first_engine: int, bundle_root: Path, allow_extra
         step_overhead_us=step_us,
         step_overhead_source=step_source,
         tables=_tables(bundle),
+        gate=instance.routing.gate,
+        expert_placement=instance.routing.placement,
+        all2all_backend=instance.engine.all2all_backend,
     )
     engines = [_engine(deployment, index, spec) for index in deployment.engines]
     groups = [engines] if lockstep else [[engine] for engine in engines]

@@ -192,6 +192,9 @@ def _deployment(one: Deployment) -> dict[str, Any]:
         "async_scheduling": one.async_scheduling,
         "step_overhead_us": one.step_overhead_us,
         "step_overhead_source": one.step_overhead_source,
+        "gate": one.gate,
+        "expert_placement": one.expert_placement,
+        "all2all_backend": one.all2all_backend,
         "tables": {
             "hardware": one.tables.hardware,
             "model": one.tables.model,

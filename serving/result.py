@@ -46,6 +46,9 @@ class Deployment:
     step_overhead_us: float
     step_overhead_source: str
     tables: Tables
+    gate: str = "even"
+    expert_placement: str = "linear"
+    all2all_backend: str = "allgather_reducescatter"
 
     @property
     def kv_tokens(self) -> int:

@@ -42,11 +42,16 @@ def by_popularity(popularity: Any, moe: MoeDims, tokens: int, rng: Any) -> Any:
 
     with np.errstate(divide="ignore"):
         logs = np.log(np.asarray(popularity, dtype=np.float64)).astype(np.float32)
-    parts = [
-        top(logs - np.log(rng.standard_exponential((n, moe.num_experts), dtype=np.float32)), moe.topk)
-        for n in chunks(tokens)
-    ]
+    parts = [top(logs - _log_exponential(n, moe.num_experts, rng), moe.topk) for n in chunks(tokens)]
     return np.concatenate(parts) if parts else np.empty((0, moe.topk), np.int32)
+
+
+def _log_exponential(rows: int, columns: int, rng: Any) -> Any:
+    """Logarithms of exponential draws; float32 draws can be exactly 0, which has none."""
+    import numpy as np
+
+    drawn = rng.standard_exponential((rows, columns), dtype=np.float32)
+    return np.log(np.maximum(drawn, np.finfo(np.float32).tiny))
 
 
 def shuffled(ranked: Any, moe: MoeDims, seed: int) -> Any:

@@ -1,0 +1,54 @@
+"""From the routing block of a cluster file to the load of the busiest expert-parallel rank."""
+
+from profiler.core.errors import ConfigError
+from profiler.core.types import ModelSpec, MoeDims, Parallel
+from serving.config import Routing
+from serving.expert_placement import make_placement
+from serving.gates import Draw, create_gate
+from serving.routing import ExpertLoad, expert_load, popularity, read_counts, read_picks
+
+_FILES = {"histogram": "counts", "recorded": "picks"}
+
+
+def routed_load(spec: ModelSpec, parallel: Parallel, routing: Routing, most_tokens: int) -> ExpertLoad | None:
+    """The load for steps of up to `most_tokens` tokens of a group; None for the even load, and without ep.
+
+    The eplb placements balance the popularity that the gate itself has, as a balancer would have measured it.
+
+    Raises ConfigError: a gate for a model without experts, an unknown gate, option or placement, a file that does not
+    fit the model, more ranks than experts.
+    """
+    if routing == Routing():
+        return None
+    if spec.moe is None:
+        raise ConfigError(f"routing: {spec.name} has no experts")
+    _check_files(routing)
+    if routing.gate == "even":
+        if routing.placement != "linear" or routing.options:
+            raise ConfigError("routing: an even load is the same for every placement and has no options; name a gate")
+        return None
+    draw = make_draw(spec.moe, routing)
+    if parallel.ep == 1:
+        return None
+    load = popularity(draw, spec.moe.num_experts, seed=routing.seed) if routing.placement.startswith("eplb") else None
+    placement = make_placement(
+        routing.placement, spec.moe.num_experts, parallel.ep, load=load, groups=spec.moe.n_group, nodes=routing.nodes
+    )
+    return expert_load(draw, spec.moe, placement, most_tokens, seed=routing.seed)
+
+
+def make_draw(moe: MoeDims, routing: Routing) -> Draw:
+    """The gate of a routing block with its files read. Raises ConfigError."""
+    options: dict[str, object] = dict(routing.options)
+    if routing.counts_path is not None:
+        options["counts"] = read_counts(routing.counts_path, moe)
+    if routing.picks_path is not None:
+        options["picks"] = read_picks(routing.picks_path, moe)
+    return create_gate(routing.gate, moe, options)
+
+
+def _check_files(routing: Routing) -> None:
+    for name, path in (("counts", routing.counts_path), ("picks", routing.picks_path)):
+        if path is not None and _FILES.get(routing.gate) != name:
+            owner = next(gate for gate, file in _FILES.items() if file == name)
+            raise ConfigError(f"routing: a {name} file belongs to gate {owner}, the gate is {routing.gate}")
