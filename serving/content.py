@@ -33,12 +33,12 @@ class Keys:
 
     def of(self, request: TraceRequest) -> tuple[int, ...]:
         """One key for each leading full block whose content the trace tells."""
-        ids, unit_tokens, tokens = _told(request)
+        ids, unit_tokens, tokens, root = _told(request)
         blocks = tokens // self.block_tokens
         if unit_tokens > self.block_tokens and unit_tokens % self.block_tokens == 0:
-            return self._expanded(ids, unit_tokens, blocks)
+            return self._expanded(ids, unit_tokens, blocks, root)
         keys: list[int] = []
-        parent = -unit_tokens
+        parent = root
         for position in range(blocks):
             start = position * self.block_tokens
             part = ids[start // unit_tokens : -(-(start + self.block_tokens) // unit_tokens)]
@@ -48,7 +48,7 @@ class Keys:
 
     def of_prompt(self, request: TraceRequest) -> tuple[int, ...]:
         """One key for every block of the prompt, a part-filled last one included; own ones where nothing is told."""
-        ids, unit_tokens, told_tokens = _told(request)
+        ids, unit_tokens, told_tokens, root = _told(request)
         full, rest_tokens = divmod(request.prompt_tokens, self.block_tokens)
         keys = self.of(request)[:full]
         if len(keys) < full:
@@ -56,16 +56,16 @@ class Keys:
         if rest_tokens and told_tokens < request.prompt_tokens:
             return (*keys, self._new(1))
         if rest_tokens:
-            parent = keys[-1] if keys else -unit_tokens
+            parent = keys[-1] if keys else root
             part = ids[full * self.block_tokens // unit_tokens : -(-request.prompt_tokens // unit_tokens)]
             return (*keys, self._key(parent, (*part, -rest_tokens), 1))
         return keys
 
-    def _expanded(self, ids: tuple[int, ...], unit_tokens: int, blocks: int) -> tuple[int, ...]:
+    def _expanded(self, ids: tuple[int, ...], unit_tokens: int, blocks: int, root: int) -> tuple[int, ...]:
         """A hash block holds whole blocks: one look-up for all of them."""
         per_unit = unit_tokens // self.block_tokens
         keys: list[int] = []
-        parent = -unit_tokens
+        parent = root
         for one in ids:
             parent = self._key(parent, one, per_unit)
             keys.extend(range(parent, parent + per_unit))
@@ -83,11 +83,12 @@ class Keys:
         return first
 
 
-def _told(request: TraceRequest) -> tuple[tuple[int, ...], int, int]:
-    """The ids that tell the content, the tokens that each stands for, and the tokens that they cover."""
+def _told(request: TraceRequest) -> tuple[tuple[int, ...], int, int, int]:
+    """The ids that tell the content, the tokens that each stands for, the tokens that they cover, and the parent of the
+    first block: another one for token ids and for hashes of every block length, whose equal ids mean nothing."""
     if request.prompt_ids is not None:
         ids = request.prompt_ids + (request.output_ids or ())
-        return ids, 1, len(ids)
+        return ids, 1, len(ids), -1
     if request.prefix is not None:
-        return request.prefix.ids, request.prefix.block_tokens, request.prefix.tokens
-    return (), 1, 0
+        return request.prefix.ids, request.prefix.block_tokens, request.prefix.tokens, -1 - request.prefix.block_tokens
+    return (), 1, 0, -1
