@@ -149,7 +149,10 @@ def open_trace(
     first bad row unless `on_bad_row` is "skip", and for a file that is missing, empty, of no known format, claimed by
     two formats, or without a single good row.
     """
-    chosen = format_named(format_name) if format_name else _recognise(path)
+    first = next(numbered_lines(path), None)
+    if first is None:
+        raise ConfigError(f"{path}: the file is empty")
+    chosen = format_named(format_name) if format_name else _recognise(path, *first)
     if hash_block_tokens is not None and chosen.HASH_BLOCK_TOKENS is None:
         raise ConfigError(f"{path}: rows of the format {chosen.NAME} have no hash blocks whose length could be given")
     rows = chosen.read(numbered_lines(path), hash_block_tokens or chosen.HASH_BLOCK_TOKENS or 0)
@@ -220,17 +223,14 @@ def _misfit(row: TraceRequest, last_ns: int, seen: set[str], checks: _Checks) ->
     return None
 
 
-def _recognise(path: Path) -> Format:
-    first = next(numbered_lines(path), None)
-    if first is None:
-        raise ConfigError(f"{path}: the file is empty")
-    claims = [module for module in formats() if module.claims(first[1])]
+def _recognise(path: Path, line: int, first_line: str) -> Format:
+    claims = [module for module in formats() if module.claims(first_line)]
     if len(claims) > 1:
         raise ConfigError(f"{path}: more than one format claims it: {', '.join(module.NAME for module in claims)}")
     if not claims:
         known = "; ".join(f"{module.NAME} ({', '.join(module.FIELDS)})" for module in formats())
-        shown = first[1].strip()[:80]
-        raise ConfigError(f"{path}:{first[0]}: no known trace format, the row starts with {shown!r}. Known: {known}.")
+        shown = first_line.strip()[:80]
+        raise ConfigError(f"{path}:{line}: no known trace format, the row starts with {shown!r}. Known: {known}.")
     return claims[0]
 
 

@@ -17,7 +17,10 @@ def columns_of(first_line: str) -> frozenset[str]:
     """The column names of a header, for recognising its format."""
     if first_line.lstrip().startswith("{"):
         return frozenset()
-    return frozenset(one.strip() for one in first_line.split(","))
+    try:
+        return frozenset(one.strip() for one in _cells(first_line))
+    except ValueError:
+        return frozenset(one.strip(' "') for one in first_line.split(","))
 
 
 def read_table(
@@ -34,8 +37,12 @@ def read_table(
     """
     rows = iter(lines)
     line, text = next(rows)
-    header = _cells(text)
-    problem = _header_problem(header, needed, optional)
+    header: list[str] = []
+    try:
+        header = _cells(text)
+        problem = _header_problem(header, needed, optional)
+    except ValueError as error:
+        problem = str(error)
     if problem:
         yield line, BadRow(problem + (missing if " is missing" in problem else ""), skippable=False)
         return
