@@ -103,8 +103,8 @@ def _rooflines(
 
 
 def _number(value: Value) -> int:
-    # Averages of pairs and experts enter the work as they are; everything else is a count.
-    return value if isinstance(value, int) else float(value)  # type: ignore[return-value]
+    # Averages of pairs and experts enter the work as whole numbers; everything else is a count.
+    return round(float(value))
 
 
 def _floors(table: Table, rooflines: Sequence[tuple[float, float]]) -> dict[str, float]:

@@ -29,6 +29,7 @@ def replay(
     on_bad_row: OnBadRow = "error",
     horizon_ns: int | None = None,
     allow_extrapolation: bool = False,
+    allow_projected: bool = False,
     seed: int = 0,
     progress: Progress | None = None,
     keep_itl: bool = False,
@@ -38,15 +39,18 @@ def replay(
     cluster, trace: frozen values, or the paths of their files; `overrides` applies to a cluster file, `num_reqs`
     (first rows only, 0 for all) and `on_bad_row` to a trace file. bundle_root: folder of bundles, by default the
     shipped one. horizon_ns: end of the simulated time, None for no end. allow_extrapolation: price shapes outside the
-    tables too, and count them. seed: kept with the result; no random draw is made by the routers and policies that
-    exist. keep_itl: the result keeps every time between two tokens, which the peer's CSV lists.
+    tables too, and count them. allow_projected: take tables that were scaled from another GPU. seed: kept with the
+    result; no random draw is made by the routers and policies that exist. keep_itl: the result keeps every time between
+    two tokens, which the peer's CSV lists.
     progress(requests done, requests, simulated ns) is called after every step.
 
     Everything is checked before the first step. Raises ConfigError, CoverageError, ContractError or CapacityError
     (profiler.core.errors); a shape outside the tables raises CoverageError from within the run.
     """
     cluster = cluster if isinstance(cluster, Cluster) else load_cluster(Path(cluster), overrides)
-    deployed = _deploy_all(cluster, Path(bundle_root) if bundle_root else default_bundle_root(), allow_extrapolation)
+    deployed = _deploy_all(
+        cluster, Path(bundle_root) if bundle_root else default_bundle_root(), allow_extrapolation, allow_projected
+    )
     longest_tokens = max(one.deployment.limits.max_model_len_tokens for one in deployed)
     if not isinstance(trace, Trace):
         trace = read_trace(Path(trace), limit=num_reqs, on_bad_row=on_bad_row, max_prompt_tokens=longest_tokens)
@@ -80,11 +84,13 @@ def replay(
     )
 
 
-def _deploy_all(cluster: Cluster, bundle_root: Path, allow_extrapolation: bool) -> list[Deployed]:
+def _deploy_all(
+    cluster: Cluster, bundle_root: Path, allow_extrapolation: bool, allow_projected: bool
+) -> list[Deployed]:
     deployed: list[Deployed] = []
     for instance in cluster.instances:
         first_engine = sum(len(one.deployment.engines) for one in deployed)
-        deployed.append(deploy(instance, first_engine, bundle_root, allow_extrapolation))
+        deployed.append(deploy(instance, first_engine, bundle_root, allow_extrapolation, allow_projected))
     return deployed
 
 

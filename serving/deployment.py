@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from profiler.core.bundle import Bundle, find_bundle, read_bundle, variants
-from profiler.core.errors import CapacityError, ConfigError
+from profiler.core.errors import CapacityError, ConfigError, ContractError
 from profiler.core.hardware import Hardware, known_hardware, load_hardware
 from profiler.core.kv import KvLayout, kv_layout
 from profiler.core.naming import variant_name
@@ -33,11 +33,12 @@ _ASYNC_SINCE = (0, 14)
 
 @dataclass(frozen=True, slots=True)
 class Deployed:
-    """A deployment with its cost and its engines, ready to run once."""
+    """A deployment with its cost and its engines, ready to run once. meta: of the bundle that prices it."""
 
     deployment: Deployment
     cost: TableCost
     groups: tuple[Group, ...]
+    meta: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +50,10 @@ class _Kv:
     source: str
 
 
-def deploy(instance: Instance, first_engine: int, bundle_root: Path, allow_extrapolation: bool) -> Deployed:
-    """The engines of one instance, numbered from `first_engine`.
+def deploy(
+    instance: Instance, first_engine: int, bundle_root: Path, allow_extrapolation: bool, allow_projected: bool = False
+) -> Deployed:
+    """The engines of one instance, numbered from `first_engine`. allow_projected: take tables that nobody measured.
 
     Data-parallel ranks of a model with experts step in lockstep; those of a dense model are independent engines.
     Raises ConfigError (unknown model or GPU, illegal split or setting), CoverageError (no bundle, missing table),
@@ -63,6 +66,8 @@ def deploy(instance: Instance, first_engine: int, bundle_root: Path, allow_extra
     variant = instance.variant or _own_variant(instance, spec, hardware, hardware_name, bundle_root)
     path = find_bundle(bundle_root, hardware_name, spec.name, variant)
     bundle = read_bundle(path, tps={1, instance.parallel.tp})  # experts are measured at tp 1, whatever the run's degree
+    if bundle.meta["provenance"] == "projected" and not allow_projected:
+        raise ContractError(f"{path}: {_projected_from(bundle)} --allow-projected takes them, marked so in the result.")
     kv = _kv(instance, spec, hardware, limits, bundle)
     lockstep = spec.moe is not None and instance.parallel.dp > 1
     asynchronous = _asynchronous(instance.engine, bundle)
@@ -110,7 +115,8 @@ def deploy(instance: Instance, first_engine: int, bundle_root: Path, allow_extra
     )
     engines = [_engine(deployment, index, spec) for index in deployment.engines]
     groups = [engines] if lockstep else [[engine] for engine in engines]
-    return Deployed(deployment, cost, tuple(Group(members, cost, asynchronous=asynchronous) for members in groups))
+    stepping = tuple(Group(members, cost, asynchronous=asynchronous) for members in groups)
+    return Deployed(deployment, cost, stepping, bundle.meta)
 
 
 def _own_variant(
@@ -230,6 +236,20 @@ def _tables(bundle: Bundle) -> Tables:
         provenance=str(meta["provenance"]),
         engine=_engine_name(meta["engine"]),
     )
+
+
+def _projected_from(bundle: Bundle) -> str:
+    """What a projected bundle is, and how far its projection was off where that could be checked."""
+    projection = bundle.meta.get("projection") or {}
+    source = (projection.get("from") or {}).get("hardware", "another GPU")
+    bands = projection.get("error_band") or []
+    checked = "; ".join(
+        f"{one['model']} was projected to {low:g} to {high:g} times its measured times (p10 to p90)"
+        for one in bands
+        for low, _, high in [one["projected_over_measured"]["all all"]]
+    )
+    known = checked or "how far that is off is not known"
+    return f"its tables are projected from {source}, not measured; {known}."
 
 
 def _engine_name(engine: Mapping[str, Any]) -> str:

@@ -51,6 +51,7 @@ _STEPS_PER_UPDATE = 50
     show_default=True,
     help="Columns of the CSV; peer: those of LLMServingSim, finished requests only.",
 )
+@click.option("--allow-projected", is_flag=True, help="Take tables that were scaled from another GPU.")
 @click.option("--allow-extrapolation", is_flag=True, help="Price shapes outside the tables too, and count them.")
 def command(
     cluster_path: Path,
@@ -70,6 +71,7 @@ def command(
     horizon_s: float | None,
     on_bad_row: Any,
     columns: str,
+    allow_projected: bool,
     allow_extrapolation: bool,
 ) -> None:
     """Replay a request trace on a cluster, on measured tables.
@@ -105,6 +107,7 @@ def command(
             on_bad_row=on_bad_row,
             horizon_ns=None if horizon_s is None else round(horizon_s * NS_PER_S),
             allow_extrapolation=allow_extrapolation,
+            allow_projected=allow_projected,
             seed=seed,
             progress=progress,
             keep_itl=columns == "peer",
