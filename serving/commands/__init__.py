@@ -2,6 +2,7 @@
 
 SUMMARIES = {
     "compare": "Compare a simulated run with a recorded one, request by request.",
+    "explain": "One step's cost as a tree: kernels, collectives, bounds, provenance.",
     "plan": "What fits where: weights, KV cache and placements.",
     "record": "Play a trace on a real vLLM engine and keep what happened.",
     "replay": "Replay a trace on a cluster (the default command).",

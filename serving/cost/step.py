@@ -91,6 +91,19 @@ class TableCost:
         host_ns = round(self.host_us * 1e3)
         return max(0, host_ns - device_ns) if self.host_overlaps else host_ns
 
+    def computed_tokens(self, shapes: Sequence[StepShape | None]) -> list[int]:
+        """Tokens that each rank computes, padding included."""
+        return self._tokens(shapes)
+
+    def ranks_ns(self, shapes: Sequence[StepShape | None]) -> list[int]:
+        """Nanoseconds of each rank before what all ranks run together; the step waits for the slowest."""
+        return list(map(self._rank_ns, shapes, self._tokens(shapes)))
+
+    def launches(self, shape: StepShape) -> tuple[int, list[tuple[Kernel, Sequence[Prefill]]]]:
+        """(tokens that take dense prefill, attention-like kernels with the prefill rows that each takes)."""
+        dense = self._dense(shape)
+        return sum(chunk for chunk, _ in dense), self._rows(shape, dense)
+
     def explain(self, shapes: Sequence[StepShape | None]) -> list[Line]:
         """The step's price list: the slowest rank, then what all ranks run together. Its sum is step_ns."""
         tokens = self._tokens(shapes)

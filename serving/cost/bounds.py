@@ -1,0 +1,106 @@
+"""Least times of a step's lines: rooflines of kernels on one rank, and collectives at the peak of their links."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from profiler.core.hardware import Hardware
+from profiler.core.modules import fold_for
+from profiler.core.types import Component, ModelSpec, Parallel
+from profiler.module_work import Part, parts_of_row
+from profiler.sweep import rank_spec
+from serving.backends import Sends
+from serving.collectives import Collectives, Tier
+from serving.core.shape import StepShape
+from serving.cost.communication import Communication
+from serving.cost.experts import activated_experts, local_pairs
+from serving.cost.step import TableCost
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Rooflines of one model on one split. meta: of the bundle that priced the step."""
+
+    spec: ModelSpec
+    parallel: Parallel
+    hardware: Hardware
+    meta: Any
+    sends: Sends = "gather"
+    reach: float = 1.0
+
+    def by_component(self, cost: TableCost, shapes: Sequence[StepShape | None], rank: int) -> dict[str, float]:
+        """Least microseconds of one call of each component, for the step that `rank` is the slowest rank of.
+
+        Kernels: products at the dense peak of their operands' format or bytes at the memory's peak, whichever is
+        longer, padding included. Components whose work is not known are left out.
+        """
+        tokens, shape = cost.computed_tokens(shapes), shapes[rank]
+        group, own = sum(tokens), tokens[rank]
+        dense_tokens, launches = cost.launches(shape) if shape else (0, [])
+        rows = {kernel.name: list(prefills) for kernel, prefills in launches}
+        found: dict[str, float] = {}
+        for one, _ in fold_for(self.spec, self.meta).components:
+            keys = self._keys(one, own, dense_tokens, group, shape, rows)
+            parts = [part for key in keys for part in self._parts(one, key)]
+            if parts:
+                found[one.name] = sum(part.us(self.hardware) for part in parts)
+        return found | self._collectives(own, group, shape)
+
+    def _keys(
+        self,
+        one: Component,
+        tokens: int,
+        dense_tokens: int,
+        group: int,
+        shape: StepShape | None,
+        rows: dict[str, list[tuple[int, int]]],
+    ) -> list[tuple[float, ...]]:
+        """The cells whose work adds up to one call."""
+        if one.category == "dense":
+            return [(tokens - dense_tokens if one.when == "prefill_sparse" else tokens,)]
+        if one.category == "per_sequence":
+            return [(shape.sampled_sequences if shape else 0,)]
+        if one.category == "moe":
+            moe, ep = self.spec.moe, self.parallel.ep
+            assert moe is not None
+            return [(ep, group, activated_experts(moe, ep, group), local_pairs(moe, ep, group))]
+        if shape is None or one.name not in rows:
+            return []
+        keys: list[tuple[float, ...]] = [(chunk, context, 0, 0, 0) for chunk, context in rows[one.name]]
+        if shape.decode_requests and one.when in ("always", "decode"):
+            keys.append((0, 0, shape.decode_requests, shape.decode_kv_sum_tokens / shape.decode_requests, 1))
+        return keys
+
+    def _parts(self, one: Component, key: tuple[float, ...]) -> tuple[Part, ...]:
+        rank = rank_spec(self.spec, self.parallel.tp)
+        whole = tuple(int(value) if float(value).is_integer() else round(value) for value in key)
+        return parts_of_row(rank, one.category, one.name, whole, str(self.meta["weights"]))
+
+    def _collectives(self, tokens: int, group: int, shape: StepShape | None) -> dict[str, float]:
+        """The bytes of each collective at the peak of its link, without any latency."""
+        links = self.hardware.links
+        inter = links.get("inter_node")
+        peaks = [
+            Tier(link.bandwidth_gbps, link.bandwidth_gbps, 0.0, 0.0, 0.0)
+            for link in (links["intra_node"], inter)
+            if link
+        ]
+        ideal = Collectives(peaks[0], peaks[1] if inter else None, self.hardware.gpus_per_node)
+        comm = Communication(self.spec, self.parallel, ideal, self.sends, self.reach)
+        lines = comm.tensor_lines(tokens) + comm.expert_lines(group)
+        lines += comm.head_lines(shape.sampled_sequences if shape else 0)
+        return {entry.component: entry.us / entry.calls for entry in lines}
+
+
+def calls_by_part(spec: ModelSpec, meta: Any) -> dict[str, dict[str, int]]:
+    """Calls of each component per part of the model: OUTSIDE, then each layer kind with its number of layers."""
+    outside = {one.name: n for one, n in fold_for(replace(spec, layers=()), meta).components}
+    parts = {OUTSIDE: outside}
+    for kind in spec.kinds:
+        alone = fold_for(replace(spec, layers=(kind,)), meta).components
+        own = {one.name: (n - outside.get(one.name, 0)) * spec.count(kind) for one, n in alone}
+        parts[f"{spec.count(kind)} x {kind.name}"] = {name: calls for name, calls in own.items() if calls}
+    return parts
+
+
+OUTSIDE = "outside the layers"

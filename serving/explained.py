@@ -1,0 +1,52 @@
+"""The step of one instance of a cluster file, explained."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from profiler.core.errors import ConfigError
+from profiler.core.hardware import known_hardware, load_hardware
+from profiler.core.registry import load_model
+from profiler.core.shard import describe
+from serving.backends import sends
+from serving.config import Instance
+from serving.core.shape import StepShape
+from serving.cost.bounds import Bounds
+from serving.deployment import deploy
+from serving.explain import Explanation, explain, parse_rank
+from serving.routing import own_reach
+
+
+def explain_instance(
+    instance: Instance, batches: Sequence[str], bundle_root: Path, allow_extrapolation: bool = False
+) -> tuple[Explanation, str]:
+    """The explanation and a title. batches: one for all ranks, or one per rank with the rest idle.
+
+    Raises ConfigError for a batch of another form or more batches than ranks, and what serving.deployment.deploy and
+    the tables raise.
+    """
+    deployed = deploy(instance, 0, bundle_root, allow_extrapolation)
+    one, spec = deployed.deployment, load_model(instance.model)
+    cap = spec.indexer.attended_cap_tokens if spec.indexer else None
+    shapes = ranks_of([parse_rank(text, cap) for text in batches], one.parallel.dp if one.lockstep else 1)
+    parallel = one.parallel if one.lockstep else replace(one.parallel, dp=1)
+    hardware = load_hardware(instance.hardware) if instance.hardware in known_hardware() else None
+    bounds = None
+    if hardware is not None:
+        sent = sends(one.all2all_backend)
+        reach = own_reach(spec.moe, parallel.ep) if spec.moe and sent == "per_rank" else 1.0
+        bounds = Bounds(spec, parallel, hardware, deployed.meta, sent, reach)
+    found = explain(deployed.cost, shapes, bounds, deployed.meta, spec)
+    tables = one.tables
+    title = (
+        f"{one.model} on {one.hardware}, {describe(one.parallel)}: {' | '.join(batches)} "
+        f"({tables.provenance}, {tables.hardware}/{tables.variant}, {tables.engine})"
+    )
+    return found, title
+
+
+def ranks_of(shapes: Sequence[StepShape | None], ranks: int) -> list[StepShape | None]:
+    """One shape per rank: a single one for all of them, or those given and idle ranks behind."""
+    if len(shapes) > ranks:
+        raise ConfigError(f"{len(shapes)} batches for {ranks} ranks that step together; give at most one for each")
+    return list(shapes) * ranks if len(shapes) == 1 else [*shapes, *[None] * (ranks - len(shapes))]
