@@ -99,7 +99,7 @@ class VllmDriver:
     def add(self, request: TraceRequest) -> None:
         from vllm import SamplingParams
 
-        ids = list(request.prompt_ids) if request.prompt_ids else self._random_ids(request)
+        ids = prompt_token_ids(request, self.vocab)
         exact = request.output_tokens
         params = SamplingParams(temperature=0.0, ignore_eos=True, min_tokens=exact, max_tokens=exact, detokenize=False)
         self._engine.add_request(request.request_id, {"prompt_token_ids": ids}, params)
@@ -159,12 +159,28 @@ class VllmDriver:
             "weights": "random normal, fan-in scaled",
         }
 
-    def _random_ids(self, request: TraceRequest) -> list[int]:
-        """Token ids of its own for each request, equal in every play."""
-        import random
 
-        source = random.Random(f"{request.request_id}/{request.prompt_tokens}")
-        return [source.randrange(self.vocab) for _ in range(request.prompt_tokens)]
+def prompt_token_ids(request: TraceRequest, vocab: int) -> list[int]:
+    """The trace's own token ids, else random ones below `vocab`, equal in every play.
+
+    Requests with equal leading prefix hashes get equal leading tokens; without hashes each request has its own.
+    """
+    if request.prompt_ids:
+        return list(request.prompt_ids)
+    ids: list[int] = []
+    if request.prefix is not None:
+        for block in request.prefix.ids:
+            ids += _random_ids(f"block {block}", request.prefix.block_tokens, vocab)
+        del ids[request.prefix.tokens :]
+    rest = request.prompt_tokens - len(ids)
+    return ids + _random_ids(f"request {request.request_id}", rest, vocab)
+
+
+def _random_ids(seed: str, count: int, vocab: int) -> list[int]:
+    import random
+
+    source = random.Random(seed)
+    return [source.randrange(vocab) for _ in range(count)]
 
 
 class _StepLog:

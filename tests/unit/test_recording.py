@@ -9,7 +9,8 @@ from serving.recorded import read_recorded
 from serving.recording.drive import Finished, play
 from serving.recording.files import ticks, write_recording
 from serving.recording.steps import Step, stand_outs
-from serving.traces import TraceRequest
+from serving.recording.vllm_driver import prompt_token_ids
+from serving.traces import PrefixHashes, TraceRequest
 
 
 class Clock:
@@ -111,3 +112,16 @@ def test_a_recording_is_read_back_by_compare(tmp_path: Path) -> None:
     rows = list(csv.DictReader(io.StringIO((tmp_path / "vllm" / "steps.csv").read_text())))
     assert [row["wall_us"] for row in rows] == ["30000", "30000"] and rows[0]["gpu_us"] == ""
     assert json.loads((tmp_path / "vllm" / "engine.json").read_text()) == {"num_gpu_blocks": 7}
+
+
+def test_equal_prefix_hashes_become_equal_tokens() -> None:
+    def tokens(name: str, *blocks: int) -> list[int]:
+        prefix = PrefixHashes(blocks, 16, 40)
+        return prompt_token_ids(TraceRequest(name, 0, 40, 1, prefix=prefix), 1000)
+
+    one, two = tokens("a", 1, 2, 3), tokens("b", 1, 2, 4)
+    assert len(one) == len(two) == 40
+    assert one[:32] == two[:32] and one[32:] != two[32:]
+    alone = [prompt_token_ids(TraceRequest(name, 0, 40, 1), 1000) for name in ("a", "a", "b")]
+    assert alone[0] == alone[1] != alone[2]
+    assert prompt_token_ids(TraceRequest("a", 0, 3, 1, prompt_ids=(7, 8, 9)), 1000) == [7, 8, 9]
