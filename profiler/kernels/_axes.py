@@ -82,9 +82,9 @@ _TINY_SKEW: Final = SkewAxes(
     requests=(4,),
     mean_kv_tokens=(1024,),
     held_out_requests=(3,),
-    held_out_mean_kv_tokens=(1500,),
+    held_out_mean_kv_tokens=(800,),
     chunk_tokens=(64,),
-    context_tokens=(1024,),
+    context_tokens=(0, 1024),
     decodes=((4, 1024),),
     prefills=(((2, 64, 0),), ((1, 64, 0), (1, 16, 2048))),
 )

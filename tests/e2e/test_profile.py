@@ -57,12 +57,12 @@ def test_a_model_is_measured_and_its_bundle_read_back(
     small: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     samples = tmp_path / "s.csv.gz"
-    profile(*small, "--save-samples", str(samples))
+    profile(*small, "--skip-skew", "--save-samples", str(samples))
     printed = capsys.readouterr()
     assert printed.out.splitlines()[0] == str(tmp_path / "perf" / "CPU" / SMALL / "bf16")
     bundle = bundle_of(tmp_path)
     tables = {category: table for (_, category), table in bundle.tables.items()}
-    assert set(tables) == {"attention", "dense", "indexer", "moe", "per_sequence", "skew", "sparse_attention"}
+    assert set(tables) == {"attention", "dense", "indexer", "moe", "per_sequence", "sparse_attention"}
     for category, table in tables.items():
         assert f"tp1/{category}.csv: {len(table)} rows" in printed.out
     # 29 dense components at 4 token counts; 8 prefill and 8 decode cells of each kernel; two expert slices.
@@ -76,13 +76,27 @@ def test_a_model_is_measured_and_its_bundle_read_back(
 
     assert meta["command"] == (
         f"python -m profiler profile {SMALL} --hardware CPU --ep 1,4 --engine auto --grid tiny --kv-cache-dtype auto "
-        "--max-num-batched-tokens 8192 --max-num-seqs 256 --warmup 0 --repeats 2"
+        "--max-num-batched-tokens 8192 --max-num-seqs 256 --warmup 0 --repeats 2 --skip-skew"
     )
 
     # The samples alone give the same tables again, without measuring.
-    profile(*small[:-1], str(tmp_path / "again"), "--from-samples", str(samples))
+    profile(*small[:-1], str(tmp_path / "again"), "--skip-skew", "--from-samples", str(samples))
     again = read_bundle(tmp_path / "again" / "CPU" / SMALL / "bf16")
     assert again.meta == meta
+
+
+def test_unequal_batches_are_fitted_per_kernel(small: list[str], tmp_path: Path, capsys: Any) -> None:
+    profile(*small, "--categories", "indexer,skew", "--max-model-len", "2200")
+    bundle = bundle_of(tmp_path)
+    assert {kernel for _, kernel in bundle.skew} == {"index_scores", "index_topk"}
+    assert all(0.0 <= alpha <= 1.0 for points in bundle.skew.values() for _, _, alpha in points)
+    skew = bundle.table(1, "skew").columns
+    assert set(skew["use"]) == {"fit", "held_out", "joint", "prefills"}
+    assert "1x2048 2x683 1x682" in skew["decodes"]
+    report = bundle.meta["grid"]["tp1/skew"]["fit"]
+    assert set(report["index_topk"]) == {"decode", "joint", "prefills"}
+    assert all(report["index_topk"][kind]["batches"] for kind in ("decode", "joint", "prefills"))
+    assert "unequal batches, index_topk, decode: " in capsys.readouterr().out
 
 
 def test_the_recorded_layout_is_the_one_that_serving_sizes(small: list[str], tmp_path: Path) -> None:
@@ -189,7 +203,7 @@ def test_coverage_of_this_processor_is_complete(small: list[str], tmp_path: Path
     """Live: every representative batch runs, and every kernel of it has a component."""
     arguments = [part for part in small if part not in ("--grid", "tiny")]
     arguments = arguments[: arguments.index("--out-root")]
-    main(["coverage", *arguments, "--format", "json"], standalone_mode=False)
+    main(["coverage", *arguments, "--max-num-batched-tokens", "48", "--format", "json"], standalone_mode=False)
     (report,) = json.loads(capsys.readouterr().out)
     assert report["complete"] is True and report["hardware"] == "CPU"
     assert {kind["kind"] for kind in report["kinds"]} == {"prefill", "dense prefill", "decode", "mixed", "experts"}

@@ -97,7 +97,7 @@ def test_a_writer_killed_at_any_step_leaves_the_old_bundle_or_the_new_one(tmp_pa
 def arguments(tmp_path: Path) -> Iterator[list[str]]:
     root = small_root(tmp_path / "models")
     yield [
-        *("-m", "profiler", "profile", SMALL, "--hardware", "CPU", "--grid", "tiny", "--repeats", "3", "--warmup", "1"),
+        *("-m", "profiler", "profile", SMALL, "--hardware", "CPU", "--grid", "tiny", "--repeats", "2", "--warmup", "0"),
         *("--model-config-root", str(root), "--out-root", str(tmp_path / "perf")),
     ]
 
@@ -118,7 +118,7 @@ def test_a_killed_acquisition_goes_on_where_it_was(arguments: list[str], tmp_pat
     bundle = tmp_path / "perf" / "CPU" / SMALL / "bf16"
     published = (bundle / "tp1/per_sequence.csv").read_bytes()
 
-    wanted = ["--categories", "indexer,sparse_attention", "--save-samples", str(samples), "--resume"]
+    wanted = ["--categories", "indexer,dense", "--save-samples", str(samples), "--resume"]
     kept = 0
     for _ in range(2):
         process = run(log, *arguments, *wanted)
@@ -136,7 +136,7 @@ def test_a_killed_acquisition_goes_on_where_it_was(arguments: list[str], tmp_pat
 
     finished = run(log, *arguments, *wanted)
     assert finished.wait(timeout=120) == 0, log.read_text()
-    assert set(read_bundle(bundle).tables) == {(1, "per_sequence"), (1, "indexer"), (1, "sparse_attention")}
+    assert set(read_bundle(bundle).tables) == {(1, "per_sequence"), (1, "indexer"), (1, "dense")}
     runs = read_runs([samples])
     measured_last = len(runs[-1].results)
     assert len(runs) >= 2 and measured_last <= len(runs[-1].shots) - kept
