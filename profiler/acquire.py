@@ -12,7 +12,7 @@ from profiler.contract import REPLAY_CATEGORIES, check_execution, execution_of, 
 from profiler.core.bundle import read_bundle, table_text, write_bundle
 from profiler.core.errors import AcquisitionError, ConfigError
 from profiler.core.hardware import load_hardware
-from profiler.core.kv import kv_layout
+from profiler.core.kv import KV_DTYPES, kv_layout
 from profiler.core.registry import load_model, load_model_config
 from profiler.core.shots import Shot
 from profiler.core.types import Category, ModelSpec, Parallel
@@ -85,9 +85,10 @@ def prepare(job: Job, model_root: Path | None = None) -> Target:
     length = job.max_model_len or spec.max_position
     if length > spec.max_position:
         raise ConfigError(f"--max-model-len {length}: {spec.name} ends at {spec.max_position} positions")
-    # Block lengths that no kernel takes, and cards that have none for this model, are refused here.
+    # Block lengths and caches that no kernel takes, and cards that have none for this model, are refused here.
     architecture = SM90 if hardware == CPU else load_hardware(hardware).architecture
-    kv_layout(spec, Parallel(), architecture, block_tokens=job.block_tokens)
+    kv_dtype = job.kv_cache_dtype if job.kv_cache_dtype in KV_DTYPES else "auto"
+    kv_layout(spec, Parallel(), architecture, kv_dtype, block_tokens=job.block_tokens)
     limits, categories, shots = {}, {}, {}
     for tp in job.tps:
         rank_spec(spec, tp)
