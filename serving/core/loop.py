@@ -32,6 +32,7 @@ def run(
     Events at equal times: arrivals in the order given, then step ends by group. A request that arrives while its group
     is in a step is queued when that step ends. Nothing after `horizon_ns` happens: what has not finished by then is
     recorded as unfinished. `observe(now_ns, group)` is called after each step end, once the next step is composed.
+    Raises ValueError for requests out of order.
     """
     engines = [engine for group in groups for engine in group.engines]
     group_of = [number for number, group in enumerate(groups) for _ in group.engines]
@@ -42,8 +43,11 @@ def run(
     alive: dict[int, Request] = {}
     arrivals = iter(requests)
     arriving = next(arrivals, None)
+    now_ns = 0
     while arriving is not None or step_ends:
         if arriving is not None and (not step_ends or arriving.arrival_ns <= step_ends[0][0]):
+            if arriving.arrival_ns < now_ns:
+                raise ValueError(f"request {arriving.index} arrives before the one given before it")
             now_ns = arriving.arrival_ns
             if horizon_ns is not None and now_ns > horizon_ns:
                 break

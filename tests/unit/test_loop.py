@@ -107,6 +107,12 @@ def test_the_horizon_leaves_requests_unfinished():
     assert records[2].queued_ns is None
 
 
+def test_requests_out_of_order_are_refused():
+    for late in (5, -1):
+        with pytest.raises(ValueError, match="request 1 arrives before"):
+            replay([group(engine(limits=WIDE), cost=FLAT)], [request(0, arrival_ns=6), request(1, arrival_ns=late)])
+
+
 def test_a_cost_without_time_is_refused():
     with pytest.raises(ValueError, match="at least 1 ns"):
         replay([group(engine(limits=WIDE), cost=LinearCost(0, 0, 0))], [request()])
