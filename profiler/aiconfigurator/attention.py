@@ -257,15 +257,16 @@ class Prompt:
         self.lengths = sorted(whole)
         self.times = [whole[length] for length in self.lengths]
         self.longest = self.lengths[-1]
-        a, b, c = self._doublings()
-        lower, upper = self._slope(a, b), self._slope(b, c)
-        self.second = max(0.0, (upper - lower) / ((c - a) / 2))
-        self.end_slope = upper + self.second * (c - b) / 2
+        b = self._at_most(self.longest / 2)
+        a = self._at_most(b / 2)
+        upper = self._slope(b, self.longest)
+        lower = self._slope(a, b) if a < b else upper
+        self.second = max(0.0, (upper - lower) / ((self.longest - a) / 2))
+        self.end_slope = upper + self.second * (self.longest - b) / 2
 
-    def _doublings(self) -> tuple[int, int, int]:
-        half = max(x for x in self.lengths if x <= self.longest / 2) if self.lengths[0] <= self.longest / 2 else 0
-        quarter = [x for x in self.lengths if x <= self.longest / 4]
-        return (quarter[-1] if quarter else self.lengths[0], half or self.lengths[-2], self.longest)
+    def _at_most(self, length: float) -> int:
+        """The longest measured prompt of at most `length` tokens, else the shortest."""
+        return max((x for x in self.lengths if x <= length), default=self.lengths[0])
 
     def _slope(self, a: int, b: int) -> float:
         return (self.us(b) - self.us(a)) / (b - a)
