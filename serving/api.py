@@ -11,6 +11,7 @@ from serving.core.engine import Group
 from serving.core.loop import run
 from serving.core.request import Request
 from serving.core.runlog import RunLog
+from serving.core.shape import StepCost
 from serving.deployment import Deployed, deploy
 from serving.result import Result
 from serving.routers import create_router
@@ -33,6 +34,7 @@ def replay(
     seed: int = 0,
     progress: Progress | None = None,
     keep_itl: bool = False,
+    wrap_cost: Callable[[StepCost], StepCost] | None = None,
 ) -> Result:
     """Replay a trace on a cluster.
 
@@ -42,6 +44,7 @@ def replay(
     tables too, and count them. allow_projected: take tables that were scaled from another GPU. seed: kept with the
     result; no random draw is made by the routers and policies that exist. keep_itl: the result keeps every time between
     two tokens, which the peer's CSV lists.
+    wrap_cost: puts something in front of every group's cost, to see the steps that it prices.
     progress(requests done, requests, simulated ns) is called after every step.
 
     Everything is checked before the first step. Raises ConfigError, CoverageError, ContractError or CapacityError
@@ -56,6 +59,9 @@ def replay(
         trace = read_trace(Path(trace), limit=num_reqs, on_bad_row=on_bad_row, max_prompt_tokens=longest_tokens)
     log = RunLog(keep_itl=keep_itl)
     groups = [group for one in deployed for group in one.groups]
+    if wrap_cost is not None:
+        for group in groups:
+            group.cost = wrap_cost(group.cost)
 
     def observe(now_ns: int, group: Group) -> None:
         assert progress is not None

@@ -1,11 +1,17 @@
 """Commands of `python -m serving`, one file each."""
 
 SUMMARIES = {
+    "chakra": "Steps as Chakra execution traces, which ASTRA-Sim reads.",
     "compare": "Compare a simulated run with a recorded one, request by request.",
+    "describe": "Fit a workload description to a trace, or make a trace of one.",
     "explain": "One step's cost as a tree: kernels, collectives, bounds, provenance.",
+    "launch": "The vllm serve command of a placement, checked to start.",
     "plan": "What fits where: weights, KV cache and placements.",
     "record": "Play a trace on a real vLLM engine and keep what happened.",
     "replay": "Replay a trace on a cluster (the default command).",
+    "report": "Results as one HTML page, Markdown, CSV or on the terminal.",
     "retime": "Give a trace the queueing times of a recorded run as arrivals.",
+    "size": "The highest rate and the fewest GPUs that keep an SLO.",
+    "sweep": "Run every legal point of a sweep file; one table, resumable.",
     "trace": "Convert, rescale, cut, filter, merge, generate, summarise and plot traces.",
 }

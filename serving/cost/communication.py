@@ -13,11 +13,22 @@ is off by default.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from profiler.core.types import ModelSpec, Parallel
 from serving.backends import ACTIVATION_BYTES, Sends, dispatch_bytes
 from serving.collectives import Collectives, Operation
 from serving.cost.lines import Line, line
+
+
+class Call(NamedTuple):
+    """`times` equal collectives of `total_bytes` among `ranks` ranks; total_bytes as in serving.collectives."""
+
+    name: str
+    times: int
+    operation: Operation
+    total_bytes: float
+    ranks: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +45,6 @@ class Communication:
     sends: Sends = "gather"
     reach: float = 1.0
 
-    def _line(self, name: str, calls: int, operation: Operation, total_bytes: float, ranks: int) -> Line:
-        price = self.collectives.price(operation, total_bytes, ranks)
-        return line(name, calls, price.us, price.provenance)
-
     @property
     def _moe_layers(self) -> int:
         return sum(kind.mlp == "moe" for kind in self.spec.layers)
@@ -46,49 +53,61 @@ class Communication:
     def _exchanges(self) -> bool:
         return self.parallel.ep > 1 and self.parallel.dp > 1 and self._moe_layers > 0
 
+    def _lines(self, calls: list[Call]) -> list[Line]:
+        prices = [self.collectives.price(one.operation, one.total_bytes, one.ranks) for one in calls]
+        return [line(one.name, one.times, *price) for one, price in zip(calls, prices, strict=True)]
+
     def tensor_lines(self, tokens: int) -> list[Line]:
+        return self._lines(self.tensor_calls(tokens))
+
+    def head_lines(self, sequences: int) -> list[Line]:
+        return self._lines(self.head_calls(sequences))
+
+    def expert_lines(self, group_tokens: int) -> list[Line]:
+        return self._lines(self.expert_calls(group_tokens))
+
+    def tensor_calls(self, tokens: int) -> list[Call]:
         """Collectives of a tensor-parallel group for the tokens of one rank."""
         tp, layers = self.parallel.tp, self.spec.num_layers
         if tp == 1:
             return []
         rows = tokens * self.spec.hidden * ACTIVATION_BYTES
         sliced = self._moe_layers if self._exchanges else 0
-        lines = [
-            self._line("all_reduce embedding", 1, "all_reduce", rows, tp),
-            self._line("all_reduce attention", layers, "all_reduce", rows, tp),
+        calls = [
+            Call("all_reduce embedding", 1, "all_reduce", rows, tp),
+            Call("all_reduce attention", layers, "all_reduce", rows, tp),
         ]
         if layers > sliced:
-            lines.append(self._line("all_reduce mlp", layers - sliced, "all_reduce", rows, tp))
+            calls.append(Call("all_reduce mlp", layers - sliced, "all_reduce", rows, tp))
         if sliced:
-            lines.append(self._line("all_gather mlp slices", sliced, "all_gather", rows, tp))
-        return lines
+            calls.append(Call("all_gather mlp slices", sliced, "all_gather", rows, tp))
+        return calls
 
-    def head_lines(self, sequences: int) -> list[Line]:
+    def head_calls(self, sequences: int) -> list[Call]:
         """All-gather of the logits of the sampled rows."""
         tp = self.parallel.tp
         if tp == 1 or not sequences:
             return []
-        logits = sequences * self.spec.vocab * ACTIVATION_BYTES
-        return [self._line("all_gather logits", 1, "all_gather", logits, tp)]
+        return [Call("all_gather logits", 1, "all_gather", sequences * self.spec.vocab * ACTIVATION_BYTES, tp)]
 
-    def expert_lines(self, group_tokens: int) -> list[Line]:
+    def expert_calls(self, group_tokens: int) -> list[Call]:
         """The exchange around the experts, for the tokens of all data-parallel ranks together."""
         if not self._exchanges:
             return []
-        ranks, calls, moe = self.parallel.ep, self._moe_layers, self.spec.moe
+        ranks, count, moe = self.parallel.ep, self._moe_layers, self.spec.moe
         assert moe is not None
         rows = group_tokens * self.spec.hidden * ACTIVATION_BYTES
         if self.sends == "gather":
             return [
-                self._line("all_gather experts", calls, "all_gather", rows, ranks),
-                self._line("reduce_scatter experts", calls, "reduce_scatter", rows, ranks),
+                Call("all_gather experts", count, "all_gather", rows, ranks),
+                Call("reduce_scatter experts", count, "reduce_scatter", rows, ranks),
             ]
         # A rank holds 1 / ranks of the tokens and sends each to `copies` ranks.
         copies = self.reach * ranks if self.sends == "per_rank" else moe.topk
         sent = group_tokens / ranks * copies
         return [
-            self._line("dispatch experts", calls, "all_to_all", sent * dispatch_bytes(self.spec), ranks),
-            self._line("combine experts", calls, "all_to_all", sent * self.spec.hidden * ACTIVATION_BYTES, ranks),
+            Call("dispatch experts", count, "all_to_all", sent * dispatch_bytes(self.spec), ranks),
+            Call("combine experts", count, "all_to_all", sent * self.spec.hidden * ACTIVATION_BYTES, ranks),
         ]
 
 

@@ -109,17 +109,7 @@ class TableCost:
         tokens = self._tokens(shapes)
         ranks = list(zip(shapes, tokens, strict=True))
         shape, count = max(ranks, key=lambda rank: self._rank_ns(*rank))
-        lines = list(self.by_tokens.lines(count))
-        if shape is None:
-            lines += self.by_sparse_tokens.lines(count)
-        else:
-            dense = self._dense(shape)
-            lines += self.by_sparse_tokens.lines(count - sum(chunk for chunk, _ in dense))
-            lines += self.by_sequences.lines(shape.sampled_sequences)
-            lines += [
-                line(kernel.name, kernel.count, kernel.us(shape, rows), kernel.provenance)
-                for kernel, rows in self._rows(shape, dense)
-            ]
+        lines = self.rank_lines(shape, count)
         lines += self.by_group_tokens.lines(sum(tokens))
         if self.step_us:
             lines.append(line("step overhead", 1, self.step_us, self.step_source))
@@ -127,6 +117,19 @@ class TableCost:
         if host_ns:
             lines.append(line("host", 1, host_ns / 1e3, "stated"))
         return [entry for entry in lines if entry.us]
+
+    def rank_lines(self, shape: StepShape | None, tokens: int) -> list[Line]:
+        """What one rank runs by itself, for `tokens` computed tokens."""
+        lines = list(self.by_tokens.lines(tokens))
+        if shape is None:
+            return lines + list(self.by_sparse_tokens.lines(tokens))
+        dense = self._dense(shape)
+        lines += self.by_sparse_tokens.lines(tokens - sum(chunk for chunk, _ in dense))
+        lines += self.by_sequences.lines(shape.sampled_sequences)
+        return lines + [
+            line(kernel.name, kernel.count, kernel.us(shape, rows), kernel.provenance)
+            for kernel, rows in self._rows(shape, dense)
+        ]
 
     def _rank_ns(self, shape: StepShape | None, tokens: int) -> int:
         total = self.by_tokens.ns(tokens)

@@ -1,0 +1,146 @@
+"""Chakra traces: read back by the package's own reader, and adding up to the steps that were priced."""
+
+from pathlib import Path
+
+import priced
+import pytest
+import yaml
+
+from profiler.core.errors import ConfigError, ContractError
+from profiler.core.hardware import load_hardware
+from profiler.core.paths import data_root
+from profiler.core.registry import load_model
+from profiler.core.types import Parallel
+from serving.chakra import Exported, operations, read_nodes, validate
+from serving.chakra_steps import export_steps, single, window
+from serving.collectives import from_hardware
+from serving.config import load_cluster
+from serving.core.shape import StepShape
+from serving.cost import build_cost
+from serving.cost.communication import Communication
+
+pytest.importorskip("chakra.schema.protobuf.et_def_pb2", reason="needs the extra `chakra`")
+
+SPEC = load_model(priced.MODEL)
+CLUSTER = data_root() / "configs" / "cluster" / "h200-8x-deepseek-v32-dp8-ep8.yaml"
+ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL = 0, 2, 7, 6
+
+
+def cluster(tmp_path: Path, **engine: object) -> Path:
+    content = yaml.safe_load(CLUSTER.read_text())
+    content["instances"][0]["engine"].update(max_num_batched_tokens=4096, **engine)
+    tmp_path.mkdir(exist_ok=True)
+    path = tmp_path / "cluster.yaml"
+    path.write_text(yaml.safe_dump(content))
+    priced.bundle(tmp_path / "bundles")
+    return path
+
+
+def exported(tmp_path: Path, *batches: str, **engine: object) -> Exported:
+    (instance,) = load_cluster(cluster(tmp_path, **engine)).instances
+    return export_steps(instance, single(instance, batches), tmp_path / "out" / "step", tmp_path / "bundles")
+
+
+def values(node: object) -> dict[str, object]:
+    return {attr.name: getattr(attr, attr.WhichOneof("value")) for attr in node.attr}  # type: ignore[attr-defined]
+
+
+def test_one_file_per_gpu_with_the_steps_kernels_and_collectives(tmp_path: Path) -> None:
+    done = exported(tmp_path, "33x4096")
+    assert [path.name for path in done.files] == [f"step.{gpu}.et" for gpu in range(8)]
+    nodes = read_nodes(done.files[0])
+    names = [node.name for node in nodes]
+    assert names.count("sparse_mla") == 61 and names.count("experts") == 58 and names.count("lm_head") == 1
+    assert names.index("embedding") < names.index("sparse_mla") < names.index("lm_head")
+    gathers = [values(node) for node in nodes if node.name == "all_gather experts"]
+    assert len(gathers) == 58
+    # 33 requests are padded to 40; a rank puts its own rows in, a reduce-scatter takes those of all.
+    assert {v["comm_size"] for v in gathers} == {40 * 7168 * 2}
+    scatters = [values(node) for node in nodes if node.name == "reduce_scatter experts"]
+    assert {(v["comm_type"], v["comm_size"]) for v in scatters} == {(REDUCE_SCATTER, 320 * 7168 * 2)}
+    assert {v["comm_type"] for v in gathers} == {ALL_GATHER}
+    first = names.index("experts")
+    assert names[first - 1] == "all_gather experts" and names[first + 1] == "reduce_scatter experts"
+
+
+def test_durations_add_up_to_the_priced_step(tmp_path: Path) -> None:
+    cost = build_cost(
+        bundle=priced.bundle(tmp_path),
+        spec=SPEC,
+        parallel=Parallel(dp=8, ep=8),
+        hardware=load_hardware("H200"),
+        max_num_batched_tokens=4096,
+        step_us=50.0,
+    )
+    links = from_hardware(load_hardware("H200"))
+    comm = Communication(SPEC, Parallel(dp=8, ep=8), links)
+    shapes = [StepShape((), 40, 40 * 5000, 5000, 40 * 2048, 40), StepShape(((900, 100),), 0, 0, 0, 0, 1), *[None] * 6]
+    totals = []
+    for rank in range(8):
+        found = operations(cost, SPEC, priced.meta(), comm, shapes, rank)
+        kernels = sum(one.us for one in found)
+        collectives = sum(
+            links.price(one.collective.operation, one.collective.total_bytes, one.collective.ranks).us
+            for one in found
+            if one.collective
+        )
+        totals.append(kernels + collectives)
+    assert max(totals) == pytest.approx(cost.step_ns(shapes) / 1e3, abs=0.1)
+    ranks = cost.ranks_ns(shapes)
+    assert totals.index(max(totals)) == ranks.index(max(ranks))
+
+
+def test_dispatch_back_ends_become_all_to_alls(tmp_path: Path) -> None:
+    done = exported(tmp_path, "32x4096", all2all_backend="deepep_low_latency")
+    found = [values(node) for node in read_nodes(done.files[3]) if node.name == "combine experts"]
+    assert {(v["comm_type"], v["comm_size"]) for v in found} == {(ALL_TO_ALL, 256 * 7168 * 2)}
+
+
+def test_tensor_parallel_groups_are_named(tmp_path: Path) -> None:
+    from serving.chakra import export
+
+    cost = build_cost(
+        bundle=priced.bundle(tmp_path),
+        spec=SPEC,
+        parallel=Parallel(dp=8, ep=8),
+        hardware=load_hardware("H200"),
+        max_num_batched_tokens=4096,
+    )
+    # The kernels of tp 1 stand in for those of tp 2: here the collectives and their groups matter.
+    split = Parallel(tp=2, dp=4, ep=8)
+    comm = Communication(SPEC, split, from_hardware(load_hardware("H200")))
+    shapes = [StepShape((), 32, 32 * 5000, 5000, 32 * 2048, 32)] * 4
+    done = export(tmp_path / "x", cost, SPEC, split, priced.meta(), comm, [shapes, shapes])
+    assert done.groups.read_text() == '{"1": [0, 1], "2": [2, 3], "3": [4, 5], "4": [6, 7]}\n'
+    nodes = read_nodes(done.files[5])
+    named = {values(node).get("pg_name", "all") for node in nodes if node.name == "all_reduce attention"}
+    assert named == {"3"}
+    assert {values(node).get("pg_name", "all") for node in nodes if node.name == "all_gather experts"} == {"all"}
+    assert sum(node.name == "all_reduce attention" for node in nodes) == 2 * 61
+    assert sum(node.name == "all_reduce mlp" for node in nodes) == 2 * 3
+
+
+def test_a_window_of_a_replay(tmp_path: Path) -> None:
+    path = cluster(tmp_path)
+    trace = data_root() / "workloads" / "example_trace.jsonl"
+    steps = window(load_cluster(path), trace, tmp_path / "bundles", 5, 3)
+    assert len(steps) == 3 and all(len(shapes) == 8 for shapes in steps)
+    with pytest.raises(ConfigError, match="there is no step 1000000"):
+        window(load_cluster(path), trace, tmp_path / "bundles", 1_000_000, 1)
+
+
+def test_damage_is_noticed(tmp_path: Path) -> None:
+    done = exported(tmp_path, "32x4096")
+    whole = done.files[2].read_bytes()
+    done.files[2].write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ContractError, match=r"step.2.et: "):
+        validate(done, Parallel(dp=8, ep=8))
+    done.files[2].write_bytes(whole)
+    other = exported(tmp_path / "other", "64x4096")
+    mixed = Exported(
+        (*done.files[:7], other.files[7]), done.groups, done.nodes, (*done.compute_us[:7], other.compute_us[7])
+    )
+    with pytest.raises(ContractError, match="the ranks of group all call different collectives"):
+        validate(mixed, Parallel(dp=8, ep=8))
+    with pytest.raises(ConfigError, match="No such file"):
+        read_nodes(tmp_path / "gone.et")
