@@ -66,9 +66,8 @@ def main(cluster: Path, run: Path, recorded: Path, bundle_root: Path) -> None:
     alone = (times >= last[before]) & (times < last[end])
     tables = step[alone].mean()
     seconds, steps = last[end] - last[before], round((sim_last[end] - sim_last[before]) / tables)
-    print(
-        f"tail: {seconds:.3f} s in {steps} steps, tables {1e3 * tables:.2f} ms: {1e3 * (seconds / steps - tables):.2f} ms"
-    )
+    more = seconds / steps - tables
+    print(f"tail: {seconds:.3f} s in {steps} steps, tables {1e3 * tables:.2f} ms: {1e3 * more:.2f} ms")
 
     late = int(np.argmax(first))
     gap = (last[late] - first[late] - sim_last[late] + sim_first[late]) / (output[late] - 1)
