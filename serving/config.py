@@ -40,6 +40,7 @@ class EngineSettings:
     padded to captured sizes. host_overhead_us: time per step that the host takes, as stated by the user.
     async_scheduling: None is what the engine version does by default.
     step_overhead_us: device time per step that the tables do not contain; None is the value of the GPU's file.
+    dp_sync_interval: steps between two agreements of a data-parallel group on whether any of its engines has work.
     """
 
     max_model_len_tokens: int | None
@@ -59,6 +60,7 @@ class EngineSettings:
     async_scheduling: bool | None = None
     step_overhead_us: float | None = None
     all2all_backend: str = DEFAULT
+    dp_sync_interval: int = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +186,7 @@ class EngineFile(Strict):
     enforce_eager: bool = False
     host_overhead_us: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     all2all_backend: str = DEFAULT
+    dp_sync_interval: Count = 16
     step_overhead_us: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
 
 
@@ -294,6 +297,7 @@ def _settings(engine: EngineFile) -> EngineSettings:
         async_scheduling=engine.async_scheduling,
         step_overhead_us=engine.step_overhead_us,
         all2all_backend=engine.all2all_backend,
+        dp_sync_interval=engine.dp_sync_interval,
     )
 
 

@@ -115,7 +115,8 @@ def deploy(
     )
     engines = [_engine(deployment, index, spec) for index in deployment.engines]
     groups = [engines] if lockstep else [[engine] for engine in engines]
-    stepping = tuple(Group(members, cost, asynchronous=asynchronous) for members in groups)
+    sync_steps = instance.engine.dp_sync_interval
+    stepping = tuple(Group(members, cost, asynchronous=asynchronous, sync_steps=sync_steps) for members in groups)
     return Deployed(deployment, cost, stepping, bundle.meta)
 
 

@@ -69,20 +69,28 @@ class StepTimes:
 class Group:
     """Data-parallel engines in lockstep: all begin a step together and wait for the slowest.
 
-    While one of them has work the others run a dummy batch (a None shape); a group without any work stops at once.
+    While one of them has work the others run a dummy batch (a None shape). The engines ask each other whether any has
+    work after the first step of a wave and then after every `sync_steps` steps; a wave ends only there, and until then
+    a group without any work runs dummy steps. A request that arrives during one starts after it. A group of one engine
+    stops at once.
     With `asynchronous` scheduling a step is composed when the one before starts, on the results of the one before that,
     so a request that arrives or finishes during a step is seen one step later than without.
 
-    composed: steps composed so far, which is the number of the next one.
+    composed: steps composed so far, which is the number of the next one. dummy_steps: those without any work.
     """
 
-    def __init__(self, engines: Sequence[Engine], cost: StepCost, *, asynchronous: bool = False) -> None:
+    def __init__(
+        self, engines: Sequence[Engine], cost: StepCost, *, asynchronous: bool = False, sync_steps: int = 1
+    ) -> None:
         self.engines = tuple(engines)
+        self.sync_steps = sync_steps if len(self.engines) > 1 else 1
         self.cost = cost
         self.asynchronous = asynchronous
         self.times = StepTimes()
         self.composed = 0
+        self.dummy_steps = 0
         self._void = 0
+        self._wave_steps = 0
         self._current: tuple[Sequence[StepShape | None], int] | None = None
         self._following: tuple[Sequence[StepShape | None], int] | None = None
 
@@ -99,6 +107,7 @@ class Group:
         for engine in self.engines:
             if engine.inbox:
                 engine.take_in(now_ns, left)
+        self._wave_steps = 0
         self._current = self._compose(now_ns)
         return self._launch(now_ns, left)
 
@@ -135,9 +144,14 @@ class Group:
         if self._current is None:
             if any(engine.waiting for engine in self.engines):
                 raise RuntimeError("the scheduler left waiting requests without scheduling any")
-            return None
-        if self.asynchronous:
+            if not self._wave_steps or (self._wave_steps - 1) % self.sync_steps == 0:
+                return None
+            self._current = [None] * len(self.engines), 0
+            self.composed += 1
+            self.dummy_steps += 1
+        elif self.asynchronous:
             self._following = self._compose(now_ns)
+        self._wave_steps += 1
         duration_ns = self.cost.step_ns(self._current[0])
         if duration_ns <= 0:
             raise ValueError(f"a step must take at least 1 ns, the cost model says {duration_ns}")
