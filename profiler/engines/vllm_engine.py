@@ -48,6 +48,8 @@ class VllmEngine:
         workers = int(os.environ.get(JIT_WORKERS_VARIABLE, "0"))
         if workers and "quantization_config" in config:
             _compile_ahead(config, options, workers)
+        if options.execution == "native":
+            boot.register_native()
         started = time.monotonic()
         self._boot = boot.boot(
             config,
@@ -109,6 +111,9 @@ class VllmEngine:
                 "max_model_len": self._options.max_model_len,
                 "max_num_batched_tokens": self._options.max_num_batched_tokens,
                 "mla_decode_threshold_tokens": _decode_threshold(runner),
+                **({"execution": "native"} if self._options.execution == "native" else {}),
+                # Two prefills in one step crash _topk_index_kernel of vLLM 0.26.
+                **({"max_prefills_per_step": 1} if self._options.spec.family == "minimax_m3" else {}),
             },
         )
 

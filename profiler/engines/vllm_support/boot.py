@@ -62,6 +62,13 @@ def check_version(version: str) -> None:
         )
 
 
+def register_native() -> None:
+    """Serve DeepSeek-V3.2 by the native module, which vLLM 0.26 ships and does not register."""
+    from vllm import ModelRegistry
+
+    ModelRegistry.register_model("DeepseekV32ForCausalLM", "vllm.models.deepseek_v32:DeepseekV32ForCausalLM")
+
+
 def boot(
     config: Mapping[str, Any],
     *,
