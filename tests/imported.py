@@ -117,3 +117,22 @@ def collectives(root: Path, system: str = "h200_sxm") -> None:
         ("allreduce_dtype", "num_gpus", "message_size", "latency", "backend"),
         [("bfloat16", 8, 1024, 0.004, "vllm_graph"), ("bfloat16", 8, 1024, 0.02, "vllm_eager")],
     )
+
+
+def attention(root: Path, system: str) -> None:
+    """Plain attention of MiniMax-M3's dense layers, per rank at tp 1 to 8."""
+    where = f"{system}/attention/vllm/0.24.0"
+    common = ("kv_cache_dtype", "num_heads", "num_key_value_heads", "head_dim", "batch_size")
+    ranks = [("bfloat16", 64 // tp, max(1, 4 // tp), 128) for tp in (1, 2, 4, 8)]
+    write(
+        root,
+        f"{where}/context_attention",
+        (*common, "isl", "step", "latency"),
+        [(*rank, 1, isl, 0, 1e-3 * (3 + isl * isl * 1e-5)) for rank in ranks for isl in ISLS],
+    )
+    write(
+        root,
+        f"{where}/generation_attention",
+        (*common, "step", "latency"),
+        [(*rank, n, step, 1e-3 * (5 + n * step * 1e-4)) for rank in ranks for n in REQUESTS for step in STEPS],
+    )

@@ -9,11 +9,12 @@ of the lowest numbers survive, and the picks that were dropped are filled with t
 Rank 0 then computes up to 32 times its fair share (5 at ep 8, 9 at ep 16, 32 at ep 64). Such rows are keyed by the
 pairs that they computed, and serve as rows of the larger batch that gives a rank so many pairs. They reach few distinct
 experts in small batches; those come from a model of equal experts, top-k and width without groups in the same table
-where there is one, times the ratio of the hidden sizes, to which both weights and products are proportional.
+where there is one, times the ratio of the hidden sizes, to which both weights and products are proportional; the own
+rows then serve beyond the largest of those batches, at the degrees where they continue them within 25 %.
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Final
 
 from profiler.core.types import MoeDims
@@ -26,6 +27,8 @@ COLUMNS: Final = (
     *("distribution", "latency"),
 )
 BALANCED: Final = "balanced"
+# How far the time per pair may jump where corrected rows take over from scaled ones.
+_SEAM: Final = 0.25
 
 Row = tuple[str, int, int, float, float, float, str]
 
@@ -83,16 +86,33 @@ def expert_rows(frame: "pd.DataFrame", moe: MoeDims, hidden: int, tp: int, chang
                 rows.append(("experts", ep, tokens, float(reached), float(pairs), us * hidden / other, ""))
                 fair_tokens[ep] = max(fair_tokens.get(ep, 0), tokens)
                 changes["experts_scaled_from_ungrouped"] += 1
+    corrected: dict[int, list[Row]] = {}
     for ep, tokens, us in _balanced(own):
         pairs, reached = rank_load(moe, ep, tokens)
         stands_for = round(pairs * ep / moe.topk) if grouped else tokens
-        if grouped:
-            if stands_for <= fair_tokens.get(ep, 0) or (fair_tokens and reached < moe.num_experts // ep):
-                changes["experts_grouped_dropped"] += 1
-                continue
-            changes["experts_load_corrected"] += 1
-        rows.append(("experts", ep, stands_for, float(reached), float(pairs), us, ""))
+        row = ("experts", ep, stands_for, float(reached), float(pairs), us, "")
+        if grouped and (stands_for <= fair_tokens.get(ep, 0) or (fair_tokens and reached < moe.num_experts // ep)):
+            changes["experts_grouped_dropped"] += 1
+        else:
+            corrected.setdefault(ep, []).append(row)
+    for ep, found in corrected.items():
+        if grouped and not _continues([row for row in rows if row[1] == ep], found):
+            changes["experts_grouped_dropped"] += len(found)
+            continue
+        changes["experts_load_corrected"] += len(found) if grouped else 0
+        rows += found
     return _once(rows)
+
+
+def _continues(scaled: Sequence[Row], corrected: Sequence[Row]) -> bool:
+    """True where the time per pair of the corrected rows goes on from that of the scaled ones.
+
+    It does not at large ep: a kernel also moves every token that it is given, and the corrected rows were given few.
+    """
+    if not scaled:
+        return True
+    last, first = max(scaled, key=lambda row: row[4]), min(corrected, key=lambda row: row[4])
+    return abs(first[5] / first[4] / (last[5] / last[4]) - 1) <= _SEAM
 
 
 def _balanced(frame: "pd.DataFrame") -> Iterable[tuple[int, int, float]]:
