@@ -4,6 +4,7 @@ import csv
 import json
 import shutil
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from profiler.core.hardware import Hardware
@@ -12,10 +13,12 @@ from profiler.core.types import ModelSpec, Parallel
 from profiler.core.units import GIB
 from profiler.core.weights import engine_weights, nominal_weights
 from serving.placement import Placement, Plan
+from serving.placement_speed import Speed
 
 _PIPED_WIDTH = 160
 _WIDE = 130
 
+_SPEED_COLUMNS = ("step_requests", "decode_step_ms", "decode_tokens_per_s", "prefill_tokens_per_s", "step_reason")
 _COLUMNS = (
     "tp",
     "pp",
@@ -47,6 +50,7 @@ def plan_document(
     layout: KvLayout,
     gqa_bytes: int,
     result: Plan,
+    found_speeds: Sequence[Speed] = (),
 ) -> dict[str, Any]:
     nominal = nominal_weights(spec)
     whole = engine_weights(spec, Parallel(), mtp_layers=0)
@@ -96,7 +100,10 @@ def plan_document(
         },
         "term_sources": {term.name: term.source for p in result.placements for term in p.budget.terms},
         "largest_safe_dp": _degrees(safe) if safe else None,
-        "placements": [_row(placement) for placement in result.placements],
+        "placements": [
+            _row(placement) | (_speed(found_speeds[i]) if found_speeds else {})
+            for i, placement in enumerate(result.placements)
+        ],
         "refused": [
             {
                 "tp": refusal.parallel.tp,
@@ -152,12 +159,19 @@ def _row(placement: Placement) -> dict[str, Any]:
     }
 
 
+def _speed(speed: Speed) -> dict[str, Any]:
+    numbers = {name: getattr(speed, name) for name in _SPEED_COLUMNS[1:4]}
+    rounded = {name: None if value is None else _round(value) for name, value in numbers.items()}
+    return {"step_requests": speed.requests or None, **rounded, "step_reason": speed.reason}
+
+
 def _write_json(document: dict[str, Any]) -> None:
     print(json.dumps(document, indent=2))
 
 
 def _write_csv(document: dict[str, Any]) -> None:
-    writer = csv.DictWriter(sys.stdout, _COLUMNS, extrasaction="ignore", lineterminator="\n")
+    shown = _COLUMNS + (_SPEED_COLUMNS if "step_reason" in document["placements"][0] else ())
+    writer = csv.DictWriter(sys.stdout, shown, extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
     writer.writerows(document["placements"])
 
@@ -179,6 +193,7 @@ def _write_table(document: dict[str, Any]) -> None:
         f"({nominal['expert_share']:.1%}); as the engine holds them, unsplit: {weights['engine']['total_gib']:.1f} GiB"
     )
     _print_placements(document["placements"])
+    _print_speeds(document["placements"])
     if len(document["placements"]) == 1:
         _print_terms(document["placements"][0]["terms"], document["term_sources"])
     safe = document["largest_safe_dp"]
@@ -240,6 +255,32 @@ def _print_placements(rows: list[dict[str, Any]]) -> None:
     if not wide:
         for row in rows:
             print(f"{_spell(row)}: {_verdict(row)}")
+
+
+def _print_speeds(rows: list[dict[str, Any]]) -> None:
+    """One row for each placement that the tables price, and what is in the way of the others."""
+    if not any("step_reason" in row for row in rows):
+        return
+    from rich.table import Table
+
+    table = Table(title="steps, from measured tables (all GPUs together)", title_justify="left")
+    for name in ("tp", "pp", "dp", "ep", "requests", "decode step ms", "decode tok/s", "prefill tok/s"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        if row["step_reason"] is None:
+            prefill = row["prefill_tokens_per_s"]
+            table.add_row(
+                *(str(row[name]) for name in ("tp", "pp", "dp", "ep")),
+                f"{row['step_requests']:,}",
+                f"{row['decode_step_ms']:.2f}",
+                f"{row['decode_tokens_per_s']:,.0f}",
+                "-" if prefill is None else f"{prefill:,.0f}",
+            )
+    if table.row_count:
+        _print_table(table)
+    for row in rows:
+        if row["step_reason"]:
+            print(f"no step of {_spell(row)}: {row['step_reason']}")
 
 
 def _print_terms(terms: dict[str, float], sources: dict[str, str]) -> None:

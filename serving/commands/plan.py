@@ -8,10 +8,12 @@ import click
 from profiler.core.errors import CapacityError, ConfigError
 from profiler.core.hardware import Hardware, load_hardware
 from profiler.core.kv import INDEX_DTYPES, KV_DTYPES, gqa_bytes_per_token, kv_layout
+from profiler.core.paths import default_bundle_root
 from profiler.core.registry import load_model, load_model_config
 from profiler.core.types import ModelSpec, Parallel
 from serving.capacity import CUDA_GRAPH_GIB_PER_LAYER, DEFAULT_UTILIZATION, HEADROOM_GIB, OTHER_ACTIVATION_GIB
 from serving.placement import Plan, plan
+from serving.placement_speed import Load, Speed, speeds
 from serving.plan_document import WRITERS, plan_document
 
 MAX_SPECULATIVE_TOKENS = 32
@@ -62,6 +64,17 @@ MAX_SPECULATIVE_TOKENS = 32
     show_default=True,
     help="Memory beyond one sequence under which a placement is marked risky.",
 )
+@click.option(
+    "--step-context",
+    type=int,
+    help="Also estimate steps from measured tables: keys of every decoding request, and tokens of a prompt.",
+)
+@click.option("--step-requests", type=int, help="Decoding requests of all ranks together; default: what the KV holds.")
+@click.option(
+    "--bundle-root",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    help="Folder of bundles.  [default: profiler/perf-native]",
+)
 @click.option("--format", "style", type=click.Choice(["table", "json", "csv"]), default="table", show_default=True)
 @click.option("--require-fit", is_flag=True, help="Exit 5 when no placement fits.")
 @click.option(
@@ -79,6 +92,9 @@ def command(
     ep: int | None,
     mtp: int,
     max_model_len: int | None,
+    step_context: int | None,
+    step_requests: int | None,
+    bundle_root: Path | None,
     style: str,
     require_fit: bool,
     model_config_root: Path | None,
@@ -103,14 +119,42 @@ def command(
         dcp=budget["dcp"] if (tp or 1) % budget["dcp"] == 0 else 1,
         mtp_layers=mtp_layers,
     )
+    found = _speeds(spec, gpu, result, step_context, step_requests, bundle_root, mtp, budget)
     document = plan_document(
-        spec, gpu, gpus, length, budget["utilization"], layout, gqa_bytes_per_token(config), result
+        spec, gpu, gpus, length, budget["utilization"], layout, gqa_bytes_per_token(config), result, found
     )
     for note in document["notes"]:
         click.echo(f"note: {note}", err=True)
     WRITERS[style](document)
     if require_fit and not any(placement.budget.fits for placement in result.placements):
         raise CapacityError(_nothing_fits(spec, gpus, gpu, result))
+
+
+def _speeds(
+    spec: ModelSpec,
+    gpu: Hardware,
+    result: Plan,
+    context: int | None,
+    requests: int | None,
+    root: Path | None,
+    mtp: int,
+    budget: dict[str, Any],
+) -> list[Speed]:
+    if context is None:
+        if requests is not None:
+            raise ConfigError("--step-requests needs --step-context")
+        return []
+    if mtp or budget["dcp"] > 1:
+        raise ConfigError("--step-context: steps with mtp or dcp are not priced")
+    return speeds(
+        spec,
+        gpu,
+        result.placements,
+        Load(context, requests),
+        root or default_bundle_root(),
+        max_num_batched_tokens=budget["max_num_batched_tokens"],
+        max_num_seqs=budget["max_num_seqs"],
+    )
 
 
 def _described_split(result: Plan, tp: int, pp: int) -> Parallel:
