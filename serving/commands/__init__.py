@@ -11,6 +11,7 @@ SUMMARIES = {
     "replay": "Replay a trace on a cluster (the default command).",
     "report": "Results as one HTML page, Markdown, CSV or on the terminal.",
     "retime": "Give a trace the queueing times of a recorded run as arrivals.",
+    "routing": "How a gate loads expert-parallel ranks.",
     "size": "The highest rate and the fewest GPUs that keep an SLO.",
     "sweep": "Run every legal point of a sweep file; one table, resumable.",
     "trace": "Convert, rescale, cut, filter, merge, generate, summarise and plot traces.",

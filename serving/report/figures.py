@@ -101,12 +101,14 @@ def capacity(rows: Sequence[Row], with_slo: bool) -> list[dict[str, Any]]:
                 **{name: _mean(rates[shown], name) for name in _AVERAGED},
             }
         )
-    return sorted(lines, key=lambda line: (-_score(line, with_slo), str(layout_of(line["row"]))))
+    return sorted(
+        lines, key=lambda line: (-_score(line, with_slo), line["tpot_ms_p50"] or 0.0, str(layout_of(line["row"])))
+    )
 
 
 def _score(line: Mapping[str, Any], with_slo: bool) -> float:
     if with_slo:
-        return (line["highest_rate_per_s"] or 0.0) / line["row"]["gpus_total"]
+        return float((line["highest_rate_per_s"] or 0.0) / line["row"]["gpus_total"])
     return float(line["output_tokens_per_s_per_gpu"] or 0.0)
 
 

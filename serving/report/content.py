@@ -1,0 +1,406 @@
+"""The content of a report: verdict, tables and plots, apart from how they are written."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from serving.report.figures import (
+    by_layout,
+    capacity,
+    finished,
+    is_projected,
+    label,
+    layout_of,
+    pareto,
+    provenance,
+    refusals,
+    verdict,
+)
+from serving.report.validated import RUNS, error_band_percent
+
+Row = Mapping[str, Any]
+_SHOWN_LAYOUTS: Final = 6
+_MOST_POINTS: Final = 4000
+_COLOURS: Final = ("#1f5fa8", "#d1651a", "#2b8a55", "#a3324f", "#6b4fa0", "#7a6a2f", "#3a8fa3", "#888888")
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """numeric: columns to align right."""
+
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    numeric: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Plot:
+    """A plotly figure: traces and layout as JSON-ready mappings. name: id in the page."""
+
+    name: str
+    traces: tuple[Mapping[str, Any], ...]
+    layout: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """text: paragraphs. Everything is plain text; the writers escape it."""
+
+    title: str
+    text: tuple[str, ...] = ()
+    tables: tuple[Table, ...] = ()
+    plots: tuple[Plot, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    title: str
+    verdict: tuple[str, ...]
+    projected: bool
+    sections: tuple[Section, ...] = field(default=())
+
+
+def report_of(header: Mapping[str, Any], points: Sequence[Mapping[str, Any]]) -> Report:
+    """The report of a folder of results (serving.sweeps.results.read_results)."""
+    rows = [point["row"] for point in points]
+    asked = header["sweep"]
+    done = finished(rows)
+    with_slo = asked["slo"] is not None
+    lines = capacity(rows, with_slo)
+    sections: list[Section | None] = [_load(header), *_size_sections(header)]
+    if done:
+        shown = _shown_points(points, lines)
+        sections += [
+            _capacity_section(lines, done, with_slo),
+            _pareto_section(done),
+            _latency_section(shown, done),
+            _queue_section(shown, done),
+            _step_section(points, done),
+        ]
+    elif asked["mode"] == "screen":
+        sections.append(_screen_section(rows))
+    sections += [_refused_section(rows), _provenance_section(done), _error_section(done), _inputs_section(header)]
+    return Report(
+        title=f"Capacity of {asked['name']}",
+        verdict=tuple(verdict(header, rows)),
+        projected=any(map(is_projected, done)),
+        sections=tuple(section for section in sections if section is not None),
+    )
+
+
+def _load(header: Mapping[str, Any]) -> Section:
+    asked = header["sweep"]
+    slo = asked["slo"]
+    text = [f"Models: {', '.join(asked['models'])}. GPUs: {', '.join(asked['hardware'])}."]
+    if asked["workload"]:
+        text.append(
+            f"Load: {asked['workload']}, {asked['requests']:,} requests per replay, seeds "
+            f"{', '.join(map(str, asked['seeds']))}, router {asked['router']}."
+        )
+    if slo:
+        bounds = ", ".join(
+            f"{k[:-3].upper()} at most {slo[k]:g} ms" for k in ("ttft_ms", "tpot_ms", "itl_ms", "e2e_ms") if slo[k]
+        )
+        who = f"p{slo['percentile']:g} of" if slo["percentile"] else f"{slo['goodput_share']:.1%} of requests keep"
+        text.append(f"SLO: {who} {bounds}.")
+    return Section("What was asked", tuple(text))
+
+
+def _size_sections(header: Mapping[str, Any]) -> list[Section]:
+    found = header.get("size")
+    if not found:
+        return []
+    tables = tuple(
+        Table(tuple(one["columns"]), tuple(tuple(map(str, row)) for row in one["rows"]), frozenset(one["numeric"]))
+        for one in found["tables"]
+    )
+    return [Section("Size", tuple(found["text"]), tables)]
+
+
+def _capacity_section(lines: Sequence[Mapping[str, Any]], done: Sequence[Row], with_slo: bool) -> Section:
+    priced = any(line["cost_per_million_output_tokens"] is not None for line in lines)
+    columns = ["layout", "GPUs", "KV tokens", "weights GiB", *(["highest rate in SLO /s"] if with_slo else []),
+               "shown at /s", "out tok/s", "per GPU", "tok/s of a user", "TTFT p50", "TTFT p99",
+               "TPOT p50", "TPOT p99"]  # fmt: skip
+    if priced:
+        columns.append(f"{done[0].get('currency')} per M output")
+    rows = []
+    for line in lines:
+        row = line["row"]
+        cells = [
+            label(row, done),
+            str(row["gpus_total"]),
+            _whole(row["kv_tokens_total"]),
+            _number(row["weights_gib"], 1),
+        ]
+        if with_slo:
+            rate = line["highest_rate_per_s"]
+            cells.append("none" if rate is None else f"{rate:g}" + ("" if line["bounded"] else " or more"))
+        cells += [
+            f"{line['rate_per_s']:g}", _number(line["output_tokens_per_s"], 0),
+            _number(line["output_tokens_per_s_per_gpu"], 1),
+            _number(line["user_tokens_per_s"], 1), _number(line["ttft_ms_p50"], 0), _number(line["ttft_ms_p99"], 0),
+            _number(line["tpot_ms_p50"], 1), _number(line["tpot_ms_p99"], 1),
+        ]  # fmt: skip
+        if priced:
+            cells.append(_number(line["cost_per_million_output_tokens"], 2))
+        rows.append(tuple(cells))
+    text = [
+        "One line per layout, best first; latencies in milliseconds, means over seeds. KV tokens are those of one "
+        "instance's ranks together."
+    ]
+    if with_slo:
+        text.append(
+            "The highest rate is the highest that was run at which every seed keeps the SLO; where no higher rate was "
+            'run it says "or more".'
+        )
+    if priced:
+        text.append("Cost is of GPUs only, at the prices given, and counts the whole bill against output tokens.")
+    else:
+        text.append("No prices were given, so there is no cost. Energy: see the provenance of the tables.")
+    return Section("Capacity per layout", tuple(text), (Table(tuple(columns), tuple(rows), _right(columns)),))
+
+
+def _screen_section(rows: Sequence[Row]) -> Section:
+    fits = sorted(
+        (row for row in rows if row["status"] == "fits"),
+        key=lambda row: (row["risk"] is not None, -row["kv_tokens_total"] / row["gpus"]),
+    )
+    columns = ("layout", "GPUs", "weights GiB", "KV GiB", "KV tokens", "sequences", "verdict")
+    cells = tuple(
+        (
+            label(row, rows), str(row["gpus"]), _number(row["weights_gib"], 1), _number(row["kv_available_gib"], 1),
+            _whole(row["kv_tokens_total"]), _number(row["max_concurrency"], 1), row["risk"] or "fits",
+        )
+        for row in fits
+    )  # fmt: skip
+    return Section("Memory per layout", ("By memory alone, most KV tokens per GPU first.",),
+                   (Table(columns, cells, frozenset(range(1, 6))),))  # fmt: skip
+
+
+def _pareto_section(done: Sequence[Row]) -> Section:
+    front = pareto(done)
+    traces: list[dict[str, Any]] = []
+    groups = list(by_layout(done).values())
+    for number, group in enumerate(groups):
+        known = [row for row in group if row.get("user_tokens_per_s")][: _MOST_POINTS // len(groups) or 1]
+        traces.append(
+            {
+                "type": "scatter", "mode": "markers", "name": label(group[0], done),
+                "x": [_short(row["user_tokens_per_s"]) for row in known],
+                "y": [_short(row["output_tokens_per_s_per_gpu"]) for row in known],
+                "text": [f"{row['rate_per_s']:g} requests/s, seed {row['seed']}" for row in known],
+                "marker": {"size": 7, "color": _colour(number), "symbol": number % 8},
+            }
+        )  # fmt: skip
+    traces.append(
+        {
+            "type": "scatter", "mode": "lines", "name": "Pareto front", "line": {"color": "#333", "dash": "dot"},
+            "x": [_short(row["user_tokens_per_s"]) for row in front], "hoverinfo": "skip",
+            "y": [_short(row["output_tokens_per_s_per_gpu"]) for row in front],
+        }
+    )  # fmt: skip
+    layout = _axes("output tokens/s of a user (1 / TPOT p50)", "output tokens/s per GPU") | {"legendRows": len(traces)}
+    columns = ("layout", "requests/s", "tok/s of a user", "out tok/s per GPU")
+    table = Table(columns, tuple(
+        (label(row, done), f"{row['rate_per_s']:g}", _number(row["user_tokens_per_s"], 1),
+         _number(row["output_tokens_per_s_per_gpu"], 1))
+        for row in front
+    ), frozenset((1, 2, 3)))  # fmt: skip
+    return Section(
+        "Throughput per GPU against the speed of a user",
+        ("Each point is one replay. The dotted line joins those that none beats in both.",),
+        (table,),
+        (Plot("pareto", tuple(traces), layout),),
+    )
+
+
+def _shown_points(points: Sequence[Mapping[str, Any]], lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The first seed's point of each of the best layouts, at the rate of its line."""
+    wanted = {
+        (layout_of(line["row"]), line["rate_per_s"], line["row"]["seed"]): place for place, line in enumerate(lines)
+    }
+    found = {}
+    for point in points:
+        row = point["row"]
+        if row["status"] != "done":
+            continue
+        place = wanted.get((layout_of(row), row["rate_per_s"], row["seed"]))
+        if place is not None and point["detail"]:
+            found[place] = point
+    return [found[place] for place in sorted(found)][:_SHOWN_LAYOUTS]
+
+
+def _latency_section(shown: Sequence[Mapping[str, Any]], done: Sequence[Row]) -> Section:
+    plots = []
+    for name, text in (("ttft", "TTFT, ms"), ("tpot", "TPOT, ms"), ("e2e", "request time, ms")):
+        traces = tuple(
+            {
+                "type": "scatter", "mode": "lines", "name": _at(point["row"], done), "line": {"color": _colour(number)},
+                "x": point["detail"]["cdf_ms"][name], "y": [one / 100 for one in point["detail"]["cdf_percents"]],
+                "showlegend": name == "ttft",
+            }
+            for number, point in enumerate(shown)
+            if name in point["detail"]["cdf_ms"]
+        )  # fmt: skip
+        layout = _axes(text, "share of requests")
+        layout["xaxis"]["type"] = "log"
+        layout["yaxis"]["range"] = [0, 1]
+        layout["legendRows"] = len(shown) if name == "ttft" else 0
+        plots.append(Plot(f"cdf_{name}", traces, layout))
+    return Section("Latencies", ("Cumulated over the finished requests of the first seed.",), (), tuple(plots))
+
+
+def _queue_section(shown: Sequence[Mapping[str, Any]], done: Sequence[Row]) -> Section:
+    plots = []
+    for name, text in (
+        ("kv_share", "KV in use, share"),
+        ("waiting", "waiting requests"),
+        ("running", "running requests"),
+    ):
+        traces = tuple(
+            {
+                "type": "scatter", "mode": "lines", "name": _at(point["row"], done), "line": {"color": _colour(number)},
+                "x": point["detail"]["series"]["time_s"], "y": point["detail"]["series"][name],
+                "showlegend": name == "kv_share",
+            }
+            for number, point in enumerate(shown)
+        )  # fmt: skip
+        layout = _axes("seconds", text)
+        layout["yaxis"]["rangemode"] = "tozero"
+        layout["legendRows"] = len(shown) if name == "kv_share" else 0
+        plots.append(Plot(f"series_{name}", traces, layout))
+    text_ = (
+        "All ranks together, reconstructed from the times of the requests: KV grows evenly with a request's prompt and "
+        "output. Shared prefixes are counted once per request, so the true use is at most this. A queue that grows to "
+        "the end means that the rate is above what the layout carries."
+    )
+    return Section("KV use and queue over time", (text_,), (), tuple(plots))
+
+
+def _step_section(points: Sequence[Mapping[str, Any]], done: Sequence[Row]) -> Section | None:
+    found = [point for point in points if point["detail"].get("steps")]
+    if not found:
+        return None
+    best = {
+        layout_of(line["row"]): place for place, line in enumerate(capacity(done, any(r.get("slo_met") for r in done)))
+    }
+    found = sorted(found, key=lambda point: best.get(layout_of(point["row"]), len(best)))[:_SHOWN_LAYOUTS]
+    plots = []
+    text = ["One step's price, largest parts first; parts under 4 % are together as other."]
+    for which in ("decode", "prefill"):
+        parts: dict[str, list[tuple[str, float]]] = {}
+        for point in found:
+            name = label(point["row"], done)
+            lines = point["detail"]["steps"][which]["lines"]
+            total = sum(line["us"] for line in lines)
+            for line in lines:
+                part = line["name"] if line["us"] >= 0.04 * total else "other"
+                parts.setdefault(part, []).append((name, line["us"]))
+        ordered = sorted(parts, key=lambda part: (part == "other", -sum(us for _, us in parts[part])))
+        traces = tuple(
+            {
+                "type": "bar", "orientation": "h", "name": part,
+                "x": [round(us / 1e3, 4) for us in _summed(parts[part]).values()],
+                "y": list(_summed(parts[part])), "marker": {"color": _colour(number) if part != "other" else "#bbb"},
+            }
+            for number, part in enumerate(ordered)
+        )  # fmt: skip
+        layout = _axes("milliseconds", "") | {"barmode": "stack", "height": 40 * len(found)}
+        layout["yaxis"] |= {"automargin": True, "autorange": "reversed"}
+        plots.append(Plot(f"steps_{which}", traces, layout))
+        text.append(
+            f"{which}: "
+            + "; ".join(f"{label(p['row'], done)}: {p['detail']['steps'][which]['what']}" for p in found)
+            + "."
+        )
+    return Section("Where a step's time goes", tuple(text), (), tuple(plots))
+
+
+def _summed(parts: Sequence[tuple[str, float]]) -> dict[str, float]:
+    total: dict[str, float] = {}
+    for name, us in parts:
+        total[name] = total.get(name, 0.0) + us
+    return total
+
+
+def _refused_section(rows: Sequence[Row]) -> Section:
+    found = refusals(rows)
+    if not found:
+        return Section("What was refused", ("Nothing.",))
+    columns = ("points", "kind", "reason", "layouts")
+    cells = []
+    for kind, reason, group in found:
+        names = list(dict.fromkeys(label(row, rows) for row in group))
+        shown = "; ".join(names[:6]) + (f"; {len(names) - 6} more" if len(names) > 6 else "")
+        cells.append((str(len(group)), kind, reason, shown))
+    return Section("What was refused", (), (Table(columns, tuple(cells), frozenset((0,))),))
+
+
+def _provenance_section(done: Sequence[Row]) -> Section | None:
+    if not done:
+        return None
+    columns = ("GPU", "model", "tables", "provenance", "measured with", "lookups beyond the tables")
+    cells = tuple((*found[:5], f"{found[5]:,}") for found in provenance(done))
+    text = ["Where the numbers come from. Projected tables are scaled from another card, not measured."]
+    text.append("Energy: these tables hold no power samples, so none is given.")
+    return Section("Provenance", tuple(text), (Table(columns, cells, frozenset((5,))),))
+
+
+def _error_section(done: Sequence[Row]) -> Section | None:
+    if not done:
+        return None
+    names = tuple(RUNS[0].errors_percent)
+    rows = tuple((run.run, *(f"{run.errors_percent[name]:+.1f} %" for name in names)) for run in RUNS)
+    models = ", ".join(sorted({str(row["model"]) for row in done}))
+    ttft, ttft_p50, tpot = (error_band_percent(name) for name in ("TTFT mean", "TTFT p50", "TPOT mean"))
+    text = (
+        f"Replays against recorded runs of a real engine: mean TTFT within {ttft:g} %, TTFT p50 within {ttft_p50:g} %, "
+        f"mean TPOT within {tpot:g} %. No whole run of {models} has been compared with a recording; for these take the "
+        "band as a lower limit of the error. Details: docs/validation.md."
+    )
+    return Section("How far to trust it", (text,), (Table(("recorded run", *names), rows, frozenset(range(1, 7))),))
+
+
+def _inputs_section(header: Mapping[str, Any]) -> Section:
+    rows = [("made by", str(header["made_by"]))]
+    rows += [(key, _plain(value)) for key, value in header["sweep"].items()]
+    rows += [("workload sha256", str(header["workload_sha256"]))]
+    rows += [(f"tables {name}", f"meta.yaml sha256 {digest[:16]}") for name, digest in header["bundles"].items()]
+    return Section("Inputs", (), (Table(("input", "value"), tuple(rows)),))
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, list):
+        return "; ".join(map(_plain, value))
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {one}" for key, one in value.items() if one is not None)
+    return str(value)
+
+
+def _at(row: Row, rows: Sequence[Row]) -> str:
+    return f"{label(row, rows)} at {row['rate_per_s']:g}/s"
+
+
+def _axes(x: str, y: str) -> dict[str, Any]:
+    return {"xaxis": {"title": {"text": x}, "automargin": True}, "yaxis": {"title": {"text": y}, "automargin": True}}
+
+
+def _colour(number: int) -> str:
+    return _COLOURS[number % len(_COLOURS)]
+
+
+def _right(columns: Sequence[str]) -> frozenset[int]:
+    return frozenset(range(1, len(columns)))
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.5g}")
+
+
+def _whole(value: int | None) -> str:
+    return "-" if value is None else f"{value:,}"
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:,.{digits}f}"
