@@ -45,3 +45,50 @@ def test_bad_batches_end_with_one_message() -> None:
     assert "outside its table" in done.stderr
     done = run("explain", "--cluster-config", CLUSTER, "--instance", "1", "--batch", "1x10", expect=2)
     assert "has instances 0 to 0" in done.stderr
+
+
+def test_routing_prints_the_exact_and_the_drawn_reach() -> None:
+    found = json.loads(
+        run("routing", "deepseek-ai/DeepSeek-V3.2", "--ep", "8", "--tokens", "512", "--format", "json").stdout
+    )
+    assert abs(found["reach_independent_groups"] - 0.453626) < 1e-6
+    assert abs(found["loads"][0]["reach"] - 0.4956) < 0.003
+    again = run("routing", "deepseek-ai/DeepSeek-V3.2", "--ep", "8", "--tokens", "512", "--format", "csv").stdout
+    assert (
+        again == run("routing", "deepseek-ai/DeepSeek-V3.2", "--ep", "8", "--tokens", "512", "--format", "csv").stdout
+    )
+    assert again.splitlines()[0].startswith("tokens,reach,")
+
+
+def test_routing_refuses_what_breaks_a_rule(tmp_path: Path) -> None:
+    assert "ep is at most 256" in run("routing", "deepseek-ai/DeepSeek-V3.2", "--ep", "300", expect=2).stderr
+    assert "did you mean 'zipf'" in run("routing", "zai-org/GLM-5", "--ep", "8", "--gate", "zpf", expect=2).stderr
+    counts = tmp_path / "counts.json"
+    counts.write_text("[1, 2]")
+    done = run("routing", "zai-org/GLM-5", "--ep", "8", "--gate", "histogram", "--counts", str(counts), expect=2)
+    assert "2 counts for 256 experts" in done.stderr
+    assert "has no experts" in run("routing", "meta-llama/Llama-3.1-8B", "--ep", "8", expect=2).stderr
+
+
+def test_plan_compares_the_steps_of_placements() -> None:
+    done = run(
+        "plan",
+        "deepseek-ai/DeepSeek-V3.2-Exp",
+        "--hardware",
+        "H200",
+        "--gpus",
+        "8",
+        "--max-model-len",
+        "81920",
+        "--pp",
+        "1",
+        "--kv-dtype",
+        "bf16",
+        "--step-context",
+        "4096",
+        "--format",
+        "json",
+    )
+    rows = {(row["tp"], row["dp"], row["ep"]): row for row in json.loads(done.stdout)["placements"]}
+    assert rows[1, 8, 8]["decode_tokens_per_s"] > rows[4, 2, 8]["decode_tokens_per_s"] > 0
+    assert "no table tp2/" in rows[2, 4, 8]["step_reason"]
