@@ -64,7 +64,7 @@ def report_of(header: Mapping[str, Any], points: Sequence[Mapping[str, Any]]) ->
     """The report of a folder of results (serving.sweeps.results.read_results)."""
     rows = [point["row"] for point in points]
     asked = header["sweep"]
-    done = finished(rows)
+    done = [row for row in finished(rows) if row["rate_per_s"]]
     with_slo = asked["slo"] is not None
     lines = capacity(rows, with_slo)
     sections: list[Section | None] = [_load(header), *_size_sections(header)]
@@ -151,8 +151,8 @@ def _capacity_section(lines: Sequence[Mapping[str, Any]], done: Sequence[Row], w
     ]
     if with_slo:
         text.append(
-            "The highest rate is the highest that was run at which every seed keeps the SLO; where no higher rate was "
-            'run it says "or more".'
+            "The highest rate is the highest that was run below every rate at which a seed breaks the SLO; where no "
+            'higher rate was run it says "or more".'
         )
     if priced:
         text.append("Cost is of GPUs only, at the prices given, and counts the whole bill against output tokens.")

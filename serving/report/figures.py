@@ -63,7 +63,9 @@ def by_layout(rows: Sequence[Row]) -> dict[tuple[Any, ...], list[Row]]:
 
 def pareto(rows: Sequence[Row]) -> list[Row]:
     """Points that no other point beats in both output tokens/s per GPU and tokens/s of a user, by the latter."""
-    known = [row for row in rows if row.get("user_tokens_per_s") and row.get("output_tokens_per_s_per_gpu")]
+    known = [
+        row for row in rows if row["rate_per_s"] and row["user_tokens_per_s"] and row["output_tokens_per_s_per_gpu"]
+    ]
     front: list[Row] = []
     best = -1.0
     for row in sorted(known, key=lambda row: (-row["user_tokens_per_s"], -row["output_tokens_per_s_per_gpu"])):
@@ -76,16 +78,17 @@ def pareto(rows: Sequence[Row]) -> list[Row]:
 def capacity(rows: Sequence[Row], with_slo: bool) -> list[dict[str, Any]]:
     """One line per layout that ran, best first.
 
-    With an SLO, highest_rate_per_s is the highest rate at which every seed keeps it (None: at no rate that was run),
+    With an SLO, highest_rate_per_s is the highest rate below the lowest at which any seed breaks it (None: at no rate),
     and the line's figures are those of that rate, else of the lowest rate. Without, those of the rate with most
     output. Figures of several seeds are their means.
     """
     lines = []
-    for group in by_layout(finished(rows)).values():
+    for group in by_layout([row for row in finished(rows) if row["rate_per_s"]]).values():
         rates: dict[float, list[Row]] = defaultdict(list)
         for row in group:
             rates[row["rate_per_s"]].append(row)
-        kept = [rate for rate, found in rates.items() if with_slo and all(row["slo_met"] for row in found)]
+        broken = [rate for rate, found in rates.items() if not all(row.get("slo_met") for row in found)]
+        kept = [rate for rate in rates if rate < min(broken, default=float("inf"))] if with_slo else []
         if with_slo:
             shown = max(kept) if kept else min(rates)
         else:

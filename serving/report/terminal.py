@@ -53,7 +53,9 @@ def _number(value: float | None, digits: int) -> str:
 
 def pareto_text(rows: Sequence[Mapping[str, Any]]) -> str:
     """Throughput per GPU over the speed of a user, in characters: `o` on the front, `.` behind it."""
-    known = [row for row in rows if row.get("user_tokens_per_s") and row.get("output_tokens_per_s_per_gpu")]
+    known = [
+        row for row in rows if row["rate_per_s"] and row["user_tokens_per_s"] and row["output_tokens_per_s_per_gpu"]
+    ]
     if not known:
         return "no point has a throughput"
     front = {id(row) for row in pareto(known)}
@@ -71,3 +73,23 @@ def pareto_text(rows: Sequence[Mapping[str, Any]]) -> str:
     lines.append(f"{'':8} +{'-' * _PLOT_COLUMNS}")
     lines.append(f"{'0':>10}{'tokens/s of a user (1 / TPOT p50)':^{_PLOT_COLUMNS - 8}}{right:8.1f}")
     return "\n".join(lines)
+
+
+def print_tables(
+    verdict: Sequence[str], text: Sequence[str], tables: Sequence[Mapping[str, Any]], stream: IO[str]
+) -> None:
+    """The answer of a search: sentences, then tables of texts (columns, rows, numeric columns)."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(file=stream, highlight=False, markup=False, width=None if stream.isatty() else _WIDTH)
+    for sentence in (*verdict, *text):
+        console.print(sentence)
+    for found in tables:
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        for place, name in enumerate(found["columns"]):
+            table.add_column(name, justify="right" if place in found["numeric"] else "left", overflow="fold")
+        for row in found["rows"]:
+            table.add_row(*map(str, row))
+        console.print(table)

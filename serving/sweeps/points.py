@@ -38,6 +38,11 @@ class Layout:
         return self.parallel.gpus
 
     @property
+    def name(self) -> str:
+        """Unique among layouts."""
+        return f"{self.model} on {self.hardware}, {self.label}, utilization {self.utilization:g}"
+
+    @property
     def label(self) -> str:
         """Short and unique among layouts of one model and GPU that differ in what people compare."""
         limits = self.limits
