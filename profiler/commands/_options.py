@@ -80,6 +80,7 @@ save_samples_option = click.option(
     help="Also append the raw samples to this file (gzip CSV).",
 )
 names = _names
+integers = _integers
 
 
 def job_of(model: str, options: dict[str, Any]) -> "Job":

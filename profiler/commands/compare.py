@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from profiler.commands._options import out_root_option, tp_option
+from profiler.commands._options import integers, out_root_option
 
 if TYPE_CHECKING:
     from profiler.comparison import Ratio
@@ -17,7 +17,7 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 @click.command("compare")
 @click.argument("first")
 @click.argument("second")
-@tp_option
+@click.option("--tp", callback=integers, help="Tensor-parallel degrees to compare.  [default: all in common]")
 @out_root_option
 @click.option("--rows", type=_FILE, help="Write every shape as CSV here.")
 @click.option("--html", type=_FILE, help="Write a page with a plot per kernel here.")

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from profiler.commands._options import out_root_option, tp_option
+from profiler.commands._options import integers, out_root_option
 
 _FOLDER = click.Path(file_okay=False, path_type=Path)
 
@@ -21,7 +21,9 @@ def command() -> None:
 @click.option("--model", required=True, help="Model configuration, such as MiniMaxAI/MiniMax-M3.")
 @click.option("--backend", default="vllm", show_default=True, help="vllm, sglang or trtllm.")
 @click.option("--version", help="Version of the back end.  [default: the newest with the model's attention modules]")
-@tp_option
+@click.option(
+    "--tp", default="1,2,4,8", show_default=True, callback=integers, help="Tensor-parallel degrees to import."
+)
 @click.option("--kv-cache-dtype", default="auto", show_default=True, help="As the engine names it: auto, bf16, fp8.")
 @click.option(
     "--extend-context",
@@ -49,7 +51,7 @@ def aiconfigurator(system: str, model: str, backend: str, **options: Any) -> Non
         model=model,
         backend=backend,
         version=options["version"],
-        tps=options["tp"] or (1, 2, 4, 8),
+        tps=options["tp"],
         kv_dtype=options["kv_cache_dtype"],
         extend_context_tokens=options["extend_context"],
     )
