@@ -97,7 +97,9 @@ def cost_columns(row: Mapping[str, Any], prices: Prices) -> dict[str, Any]:
 
 
 def kernel_watts(meta: Mapping[str, Any]) -> dict[str, float]:
-    """Measured watts by kernel category of a bundle: meta.yaml's `power: {watts: {dense: 640, ...}, idle_watts: 95}`.
+    """Measured watts by kernel category of a bundle: meta.yaml's `power: {watts: {dense: 640, ..., collective: 300, other: 95}}`.
+
+    `other` is for time outside kernels and collectives.
 
     Empty where the bundle has no power samples. Raises ConfigError for values that are no watts.
     """
@@ -113,17 +115,18 @@ def kernel_watts(meta: Mapping[str, Any]) -> dict[str, float]:
     return {str(name): float(value) for name, value in watts.items()}
 
 
-def step_joules(parts: Mapping[str, float], watts: Mapping[str, float], gpus: int, pue: float) -> float | None:
-    """Energy of one step on `gpus` GPUs in joules, facility included.
+def step_joules(parts_us: Mapping[str, float], watts: Mapping[str, float]) -> float | None:
+    """Energy of one step on one GPU in joules; parts_us: microseconds by kernel category.
 
-    parts: microseconds by kernel category. None as soon as a category has no sample: a part that is left out would
-    make the rest look cheap.
+    None as soon as a category has no sample: a part that is left out would make the rest look cheap.
     """
-    if not watts or any(name not in watts for name in parts):
+    if not watts or any(name not in watts for name in parts_us):
         return None
-    return sum(us * 1e-6 * watts[name] for name, us in parts.items()) * gpus * pue
+    return sum(us * 1e-6 * watts[name] for name, us in parts_us.items())
 
 
 def energy_cost(joules: float, prices: Prices) -> float | None:
-    """Price of energy, None without a price per kWh."""
-    return None if prices.per_kwh is None else joules / _JOULES_PER_KWH * prices.per_kwh
+    """Price of GPU energy with the facility's share (PUE), None without a price per kWh."""
+    if prices.per_kwh is None or prices.pue is None:
+        return None
+    return joules * prices.pue / _JOULES_PER_KWH * prices.per_kwh

@@ -8,8 +8,8 @@
     prefixes: {count: 8, tokens: 1024, share: 0.7}             optional
     sessions: {calls: [...], added_tokens: [...], think_ms: [...]}   optional; lists are quantiles from 0 to 100 %
 
-A bin holds an equal share of the prompts, in order of length; its lists are quantiles from 0 to 100 %, rounded to two
-significant digits, so that no row of the trace can be read off.
+A bin holds an equal share of the prompts, in order of length, at least 50 of them where it is fitted; its lists are
+quantiles from 0 to 100 %, rounded to two significant digits. No row, identifier or content of the trace is kept.
 """
 
 import math
@@ -34,6 +34,7 @@ from serving.traces._arrivals import Arrivals
 LONGEST_TOKENS: Final = 1 << 24
 _PROMPT_BINS: Final = 20
 _OUTPUT_POINTS: Final = 11
+_BIN_ROWS: Final = 50
 _PREFIX_BLOCK_TOKENS: Final = 64
 _MOST_DRAWS: Final = 10_000
 
@@ -329,7 +330,7 @@ def _fit_prefixes(rows: Sequence[TraceRequest]) -> tuple[dict[str, Any], list[in
 
 def _fit_empirical(pairs: Sequence[tuple[int, int]]) -> dict[str, Any]:
     ordered = sorted(pairs)
-    bins = min(_PROMPT_BINS, len(ordered) // 10)
+    bins = min(_PROMPT_BINS, max(1, len(ordered) // _BIN_ROWS))
     edges = [len(ordered) * number // bins for number in range(bins + 1)]
     found = []
     for low, high in pairwise(edges):

@@ -40,6 +40,7 @@ def command(results: Path, output: Path | None, prices: Path | None) -> None:
         raise ConfigError(f"{results}: has no finished point yet")
     if prices is not None:
         paid = read_prices(prices)
+        header["prices"] = {"source": paid.source, "pue": paid.pue}
         points = [point | {"row": point["row"] | cost_columns(point["row"], paid)} for point in points]
     rows = [point["row"] for point in points]
     if output is None:

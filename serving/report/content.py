@@ -79,7 +79,12 @@ def report_of(header: Mapping[str, Any], points: Sequence[Mapping[str, Any]]) ->
         ]
     elif asked["mode"] == "screen":
         sections.append(_screen_section(rows))
-    sections += [_refused_section(rows), _provenance_section(done), _error_section(done), _inputs_section(header)]
+    sections += [
+        _refused_section(rows),
+        _provenance_section(header, points, done),
+        _error_section(done),
+        _inputs_section(header),
+    ]
     return Report(
         title=f"Capacity of {asked['name']}",
         verdict=tuple(verdict(header, rows)),
@@ -337,14 +342,32 @@ def _refused_section(rows: Sequence[Row]) -> Section:
     return Section("What was refused", (), (Table(columns, tuple(cells), frozenset((0,))),))
 
 
-def _provenance_section(done: Sequence[Row]) -> Section | None:
+def _provenance_section(
+    header: Mapping[str, Any], points: Sequence[Mapping[str, Any]], done: Sequence[Row]
+) -> Section | None:
     if not done:
         return None
     columns = ("GPU", "model", "tables", "provenance", "measured with", "lookups beyond the tables")
     cells = tuple((*found[:5], f"{found[5]:,}") for found in provenance(done))
     text = ["Where the numbers come from. Projected tables are scaled from another card, not measured."]
-    text.append("Energy: these tables hold no power samples, so none is given.")
+    text += _energy(header.get("prices"), points, done)
+    if prices := header.get("prices"):
+        text.append(f"Prices: {prices['source']}.")
     return Section("Provenance", tuple(text), (Table(columns, cells, frozenset((5,))),))
+
+
+def _energy(prices: Mapping[str, Any] | None, points: Sequence[Mapping[str, Any]], done: Sequence[Row]) -> list[str]:
+    """Joules of a decoded token, where the tables have power samples."""
+    pue = prices["pue"] if prices else None
+    found = []
+    for point in points:
+        joules = point["detail"].get("steps", {}).get("decode", {}).get("joules_per_token")
+        if joules is not None:
+            whole = f", {joules * pue:.3g} J with the facility (PUE {pue:g})" if pue else ""
+            found.append(f"{label(point['row'], done)} {joules:.3g} J{whole}")
+    if not found:
+        return ["Energy: these tables hold no power samples, so none is given."]
+    return [f"Energy of a decoded token, GPUs only, from measured power: {'; '.join(found)}."]
 
 
 def _error_section(done: Sequence[Row]) -> Section | None:

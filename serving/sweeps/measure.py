@@ -5,14 +5,18 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from profiler.core.errors import SparsightError
+from profiler.core.bundle import find_bundle
+from profiler.core.load import read_mapping
 from profiler.core.registry import load_model
+from profiler.core.stack import fold
 from profiler.core.units import NS_PER_MS, NS_PER_S
 from serving.api import replay
 from serving.core.shape import StepShape
 from serving.cost import Line
 from serving.deployment import deploy
 from serving.metrics import PERCENTS, summary
-from serving.result import Result
+from serving.pricing import kernel_watts, step_joules
+from serving.result import Deployment, Result
 from serving.sweeps.points import Job, kind_of
 from serving.sweeps.slo import judge, percentile_of
 from serving.sweeps.traffic import open_traffic
@@ -201,10 +205,12 @@ def _steps(job: Job, result: Result) -> dict[str, Any]:
     cap = indexer.attended_cap_tokens if indexer else keys
     decode = StepShape((), batch, batch * keys, keys, batch * min(keys, cap), batch)
     prefill = StepShape(((chunk, 0),), 0, 0, 0, 0, 1)
+    explained = deployed.cost.explain([decode] * ranks)
     return {
         "decode": {
             "what": f"{batch} decoding requests per rank of {keys:,} tokens each, {ranks} rank{'s' * (ranks > 1)}",
-            "lines": _lines(deployed.cost.explain([decode] * ranks)),
+            "lines": _lines(explained),
+            "joules_per_token": _joules_per_token(job, deployed.deployment, explained, batch),
         },
         "prefill": {
             "what": f"one prompt chunk of {chunk:,} tokens on every rank, {ranks} rank{'s' * (ranks > 1)}",
@@ -215,3 +221,22 @@ def _steps(job: Job, result: Result) -> dict[str, Any]:
 
 def _lines(lines: Sequence[Line]) -> list[dict[str, Any]]:
     return [{"name": one.component, "us": round(one.us, 3), "provenance": one.provenance} for one in lines]
+
+
+def _joules_per_token(job: Job, one: Deployment, lines: Sequence[Line], batch: int) -> float | None:
+    """Energy of the GPUs of one rank over the tokens of its decode step, from the power samples of the bundle; None
+    where it has none, or none for a part of the step."""
+    path = find_bundle(job.bundle_root, one.tables.hardware, one.tables.model, one.tables.variant)
+    if not (path / "meta.yaml").is_file():
+        return None
+    watts = kernel_watts(read_mapping(path / "meta.yaml"))
+    if not watts:
+        return None
+    categories = {component.name: component.category for component, _ in fold(load_model(job.layout.model)).components}
+    parts: dict[str, float] = {}
+    for line in lines:
+        outside = "other" if line.provenance in ("stated", "hardware file") else "collective"
+        name = categories.get(line.component, outside)
+        parts[name] = parts.get(name, 0.0) + line.us
+    joules = step_joules(parts, watts)
+    return None if joules is None else joules * one.parallel.tp / batch

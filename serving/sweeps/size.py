@@ -316,8 +316,8 @@ def _need_sentences(checked: tuple[Need, Mapping[str, Any]], rate_per_s: float, 
         by_mean = math.ceil(rate_per_s / need.limit.mean_per_s - 1e-9)
         if by_mean < need.instances:
             sentences.append(
-                f"Sized for the lower end of the 95 % interval; by the mean {by_mean} x would do ({by_mean * layout.gpus} "
-                "GPUs). More seeds or requests narrow the interval."
+                f"Sized for the lower end of the 95 % interval; by the mean {by_mean} x would do "
+                f"({by_mean * layout.gpus} GPUs). More seeds or requests narrow the interval."
             )
     sentences.append(
         f"Each instance carries {need.load:.0%} of its limit. With one more ({need.gpus + layout.gpus} GPUs) it is "
@@ -400,7 +400,8 @@ def _split_text(sweep: Sweep, best: Limit) -> list[str]:
     if found is None:
         return []
     return [
-        "Prefill and decode apart, estimated from the tables at mean lengths and without the transfer of KV: an instance "
-        f"of {best.label} prefills {found.prefill_per_s:.3g} or decodes {found.decode_per_s:.3g} requests/s (batch "
-        f"{found.decode_batch} per rank), so {found.prefill_per_decode:.2f} prefill instances per decode instance."
+        "Prefill and decode apart, estimated from the tables at mean lengths and without the transfer of KV: an "
+        f"instance of {best.label} prefills {found.prefill_per_s:.3g} or decodes {found.decode_per_s:.3g} "
+        f"requests/s (batch {found.decode_batch} per rank), so {found.prefill_per_decode:.2f} prefill instances per "
+        "decode instance."
     ]
