@@ -17,10 +17,22 @@ if TYPE_CHECKING:
 @click.option("--to", "target", required=True, help="GPU to project to: a file of configs/hardware.")
 @click.option("--variant", help="Of the source bundle; needed where it has several.")
 @click.option("--no-error-band", is_flag=True, help="Project although no model has tables of both GPUs.")
+@click.option(
+    "--bundle-root",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Folder of the bundles to project from and to judge by.  [default: the package's perf-native]",
+)
 @out_root_option
 @click.option("--force", is_flag=True, help="Replace a bundle that exists.")
 def command(
-    model: str, source: str, target: str, variant: str | None, no_error_band: bool, out_root: Path | None, force: bool
+    model: str,
+    source: str,
+    target: str,
+    variant: str | None,
+    no_error_band: bool,
+    bundle_root: Path | None,
+    out_root: Path | None,
+    force: bool,
 ) -> None:
     """Scale the bundle of MODEL on one GPU to another by the roofline of each row.
 
@@ -34,7 +46,7 @@ def command(
     from profiler.core.paths import default_bundle_root
     from profiler.core.registry import load_model
 
-    root = out_root or default_bundle_root()
+    out, root = out_root or default_bundle_root(), bundle_root or default_bundle_root()
     here, there = load_hardware(source), load_hardware(target)
     bundle = projection.source_bundle(root, here, there, model, variant)
     found = projection.checks(root, here, there)
@@ -46,7 +58,7 @@ def command(
         )
     projected = projection.project_tables(bundle, load_model(model), here, there)
     meta = projection.projected_meta(bundle, here, there, projected.unscaled, found)
-    folder = write_bundle(root, meta, projected.tables, force=force)
+    folder = write_bundle(out, meta, projected.tables, force=force)
     click.echo(f"{folder}")
     for (tp, category), table in sorted(projected.tables.items()):
         click.echo(f"  tp{tp}/{category}.csv: {len(table)} rows, projected")

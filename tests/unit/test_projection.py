@@ -92,26 +92,26 @@ def test_rows_of_unknown_work_are_carried_over_and_counted(tmp_path: Path) -> No
     assert projected.unscaled == {"unheard_of": 1}
 
 
+def folders(root: Path) -> tuple[str, ...]:
+    return "--bundle-root", str(root), "--out-root", str(root)
+
+
 def project(root: Path, *arguments: str) -> Any:
-    return CliRunner().invoke(project_command, [M3, "--out-root", str(root), *arguments])
+    return CliRunner().invoke(project_command, [M3, *folders(root), *arguments])
 
 
 def test_the_command_prints_the_band_and_keeps_it(root: Path) -> None:
     done = project(root, "--from", "H200", "--to", "RTXPRO6000")
     assert isinstance(done.exception, CoverageError) and "error of a projection is not known" in str(done.exception)
     write_bundle(root, meta("zai-org/GLM-5", "H200"), on_card("zai-org/GLM-5", load_hardware("H200"), 0.7))
-    done = CliRunner().invoke(
-        project_command, ["zai-org/GLM-5", "--out-root", str(root), "--from", "H200", "--to", "B200"]
-    )
+    done = CliRunner().invoke(project_command, ["zai-org/GLM-5", *folders(root), "--from", "H200", "--to", "B200"])
     assert done.exit_code == 0 and "error band, projected / measured: MiniMaxAI/MiniMax-M3 bf16" in done.output
     bundle = read_bundle(root / "B200" / "zai-org" / "GLM-5" / "bf16")
     assert bundle.meta["provenance"] == "projected" and bundle.meta["hardware"] == "B200"
     (band,) = bundle.meta["projection"]["error_band"]
     assert band["model"] == M3 and len(band["projected_over_measured"]["all all"]) == 3
     assert bundle.meta["projection"]["limits"]["B200"]["hbm_gbps"] == 8000
-    again = CliRunner().invoke(
-        project_command, ["zai-org/GLM-5", "--out-root", str(root), "--from", "B200", "--to", "H200"]
-    )
+    again = CliRunner().invoke(project_command, ["zai-org/GLM-5", *folders(root), "--from", "B200", "--to", "H200"])
     assert isinstance(again.exception, ConfigError) and "is a projection itself" in str(again.exception)
 
 
@@ -124,7 +124,7 @@ def test_without_a_pair_the_band_is_left_open_only_when_asked(root: Path) -> Non
 def test_a_cache_that_the_target_does_not_store_is_refused(tmp_path: Path) -> None:
     """RTX PRO 6000 reads 656-byte rows alone; tables of the bf16 cache say nothing about them."""
     priced.bundle(tmp_path)
-    arguments = ["--from", "H200", "--to", "RTXPRO6000", "--out-root", str(tmp_path), "--no-error-band"]
+    arguments = ["--from", "H200", "--to", "RTXPRO6000", *folders(tmp_path), "--no-error-band"]
     done = CliRunner().invoke(project_command, [MODEL, *arguments])
     assert isinstance(done.exception, ConfigError)
     assert "on a bf16 KV cache, on RTXPRO6000 the engine stores fp8_ds_mla" in str(done.exception)
