@@ -9,13 +9,13 @@ from serving.config import Cluster, Overrides, load_cluster
 from serving.content import Keys, tells_content
 from serving.core.engine import Group
 from serving.core.loop import run
-from serving.core.request import Request
+from serving.core.request import NEVER, Request
 from serving.core.runlog import RunLog
 from serving.core.shape import StepCost
 from serving.deployment import Deployed, deploy
 from serving.result import Result
 from serving.routers import create_router
-from serving.traces import OnBadRow, Trace, read_trace
+from serving.traces import OnBadRow, Trace, TraceRequest, read_trace
 
 Progress = Callable[[int, int, int], None]
 
@@ -41,8 +41,8 @@ def replay(
     cluster, trace: frozen values, or the paths of their files; `overrides` applies to a cluster file, `num_reqs`
     (first rows only, 0 for all) and `on_bad_row` to a trace file. bundle_root: folder of bundles, by default the
     shipped one. horizon_ns: end of the simulated time, None for no end. allow_extrapolation: price shapes outside the
-    tables too, and count them. allow_projected: take tables that were scaled from another GPU. seed: kept with the
-    result; no random draw is made by the routers and policies that exist. keep_itl: the result keeps every time between
+    tables too, and count them. allow_projected: take tables that were scaled from another GPU. seed: of the draws of
+    the router, kept with the result. keep_itl: the result keeps every time between
     two tokens, which the peer's CSV lists.
     wrap_cost: puts something in front of every group's cost, to see the steps that it prices.
     progress(requests done, requests, simulated ns) is called after every step.
@@ -56,7 +56,10 @@ def replay(
     )
     longest_tokens = max(one.deployment.limits.max_model_len_tokens for one in deployed)
     if not isinstance(trace, Trace):
-        trace = read_trace(Path(trace), limit=num_reqs, on_bad_row=on_bad_row, max_prompt_tokens=longest_tokens)
+        trace = read_trace(
+            Path(trace), limit=num_reqs, on_bad_row=on_bad_row, max_prompt_tokens=longest_tokens, sessions=True
+        )
+    _check_calls(trace)
     log = RunLog(keep_itl=keep_itl)
     groups = [group for one in deployed for group in one.groups]
     if wrap_cost is not None:
@@ -70,7 +73,7 @@ def replay(
     run(
         groups,
         _requests(trace, deployed),
-        create_router(cluster.router),
+        create_router(cluster.router, seed),
         log,
         horizon_ns=horizon_ns,
         observe=observe if progress else None,
@@ -115,7 +118,44 @@ def _requests(trace: Trace, deployed: list[Deployed]) -> Iterator[Request]:
                 "or prefix hashes needs one block size; switch prefix caching off or use requests without them"
             )
         keys = Keys(sizes.pop())
-    return (
-        Request(index, row.arrival_ns, row.prompt_tokens, row.output_tokens, keys.of(row) if keys else (), row.priority)
-        for index, row in enumerate(trace.requests)
-    )
+    return _made(trace, keys)
+
+
+def _made(trace: Trace, keys: Keys | None) -> Iterator[Request]:
+    """The requests of the trace; those of a session hang on its first call, each on the one before it."""
+    first = before = None
+    for index, row in enumerate(trace.requests):
+        request = Request(
+            index,
+            NEVER if row.call_index else row.arrival_ns,
+            row.prompt_tokens,
+            row.output_tokens,
+            keys.of(row) if keys else (),
+            row.priority,
+            row.session_id,
+            row.tool_duration_ns,
+        )
+        if row.call_index:
+            assert before is not None
+            before.following = request
+        else:
+            if first is not None:
+                yield first
+            first = request
+        before = request
+    if first is not None:
+        yield first
+
+
+def _check_calls(trace: Trace) -> None:
+    """Refuse a call that does not stand behind the call before it."""
+    before: TraceRequest | None = None
+    for row in trace.requests:
+        if row.call_index and (
+            before is None or (before.session_id, before.call_index) != (row.session_id, row.call_index - 1)
+        ):
+            raise ConfigError(
+                f"request {row.request_id}: call {row.call_index} of session {row.session_id!r} must follow its call "
+                f"{row.call_index - 1} in the trace"
+            )
+        before = row

@@ -1,7 +1,8 @@
 """Per-request rows and run-wide figures of a replay. Times are nanoseconds; only finished requests enter the figures.
 
 TTFT = first token - arrival; TPOT = (finish - first token) / (output tokens - 1), undefined for a single token;
-ITL = time between two consecutive tokens; E2E = finish - arrival; makespan = last finish - first arrival.
+ITL = time between two consecutive tokens; E2E = finish - arrival; makespan = last finish - first arrival. A later call
+of an agentic session arrives when it is released.
 """
 
 import csv
@@ -36,8 +37,8 @@ def request_rows(result: Result) -> Iterator[tuple[str | int | None, ...]]:
     for asked, got in zip(result.trace.requests, result.records, strict=True):
         yield (
             asked.request_id, got.engine_index if got.engine_index >= 0 else None, asked.prompt_tokens,
-            asked.output_tokens, asked.arrival_ns, got.queued_ns, got.scheduled_ns, got.first_token_ns, got.finish_ns,
-            _since(asked.arrival_ns, got.first_token_ns), _tpot_ns(asked, got), got.itl_p50_ns, got.itl_p99_ns,
+            asked.output_tokens, got.arrival_ns, got.queued_ns, got.scheduled_ns, got.first_token_ns, got.finish_ns,
+            _since(got.arrival_ns, got.first_token_ns), _tpot_ns(asked, got), got.itl_p50_ns, got.itl_p99_ns,
             got.preemptions, got.prefix_hit_tokens, got.outcome,
         )  # fmt: skip
 
@@ -68,13 +69,14 @@ def peer_csv_text(result: Result) -> str:
     writer = csv.writer(stream, lineterminator="\n")
     writer.writerow(PEER_COLUMNS)
     for asked, got in sorted(pairs, key=lambda pair: (pair[1].engine_index, pair[1].finish_ns or 0, pair[1].index)):
-        assert got.finish_ns is not None and got.first_token_ns is not None and got.scheduled_ns is not None
-        latency, ttft = got.finish_ns - asked.arrival_ns, got.first_token_ns - asked.arrival_ns
+        assert got.finish_ns is not None and got.first_token_ns is not None
+        assert got.arrival_ns is not None and got.scheduled_ns is not None
+        latency, ttft = got.finish_ns - got.arrival_ns, got.first_token_ns - got.arrival_ns
         tpot = (latency - ttft) // (asked.output_tokens - 1) if asked.output_tokens > 1 else 0
         writer.writerow(
             (
                 got.engine_index, asked.request_id, model_of[got.engine_index], asked.prompt_tokens,
-                asked.output_tokens, asked.arrival_ns, got.finish_ns, latency, got.scheduled_ns - asked.arrival_ns,
+                asked.output_tokens, got.arrival_ns, got.finish_ns, latency, got.scheduled_ns - got.arrival_ns,
                 ttft, tpot, list(result.itl_ns[got.index]),
             )
         )  # fmt: skip
@@ -109,10 +111,10 @@ def summary(result: Result) -> dict[str, Any]:
         "requests_per_s": _rate(len(finished), makespan_ns),
         "output_tokens_per_s": _rate(output_tokens, makespan_ns),
         "total_tokens_per_s": _rate(prompt_tokens + output_tokens, makespan_ns),
-        "ttft_ns": _spread(Counter(_since(asked.arrival_ns, got.first_token_ns) for asked, got in finished)),
+        "ttft_ns": _spread(Counter(_since(got.arrival_ns, got.first_token_ns) for _, got in finished)),
         "tpot_ns": _spread(Counter(_tpot_ns(asked, got) for asked, got in finished)),
         "itl_ns": _gap_spread(*result.gaps_ns),
-        "e2e_ns": _spread(Counter(_since(asked.arrival_ns, got.finish_ns) for asked, got in finished)),
+        "e2e_ns": _spread(Counter(_since(got.arrival_ns, got.finish_ns) for _, got in finished)),
         "preemptions": sum(got.preemptions for _, got in pairs),
         "prefix_hit_tokens": sum(got.prefix_hit_tokens for _, got in pairs),
         "steps": result.steps,
@@ -121,8 +123,8 @@ def summary(result: Result) -> dict[str, Any]:
     }
 
 
-def _since(start_ns: int, end_ns: int | None) -> int | None:
-    return None if end_ns is None else end_ns - start_ns
+def _since(start_ns: int | None, end_ns: int | None) -> int | None:
+    return None if end_ns is None or start_ns is None else end_ns - start_ns
 
 
 def _tpot_ns(asked: TraceRequest, got: RequestRecord) -> int | None:

@@ -97,4 +97,26 @@ def replayed(groups: Sequence[Group], requests: Sequence[Request], router: str =
     """The records by trace index, and the log."""
     log = RunLog()
     run(groups, requests, create_router(router), log, **options)
-    return [log.records[i] for i in range(len(requests))], log
+    return [log.records[i] for i in range(len(log.records))], log
+
+
+def in_sessions(requests: Sequence, sessions: Sequence[tuple[int, int] | None]) -> list:
+    """`requests`, of the core or of the specification, with those of equal session numbers hung one on another.
+
+    sessions: per request (session, tool_duration_ns) or None. Returns those that arrive by themselves.
+    """
+    last: dict[int, object] = {}
+    own = []
+    for one, session in zip(requests, sessions, strict=True):
+        if session is None:
+            own.append(one)
+            continue
+        number, tool_ns = session
+        one.session = str(number)
+        if number in last:
+            one.arrival_ns, one.tool_duration_ns = -1, tool_ns
+            last[number].following = one
+        else:
+            own.append(one)
+        last[number] = one
+    return own

@@ -37,9 +37,7 @@ _STEPS_PER_UPDATE = 50
 @click.option("--scheduling-policy", "policy", help="Name of a file of serving/policies.  [default: fcfs]")
 @click.option("--router", help="Name of a file of serving/routers.  [default: the cluster file's, else least_loaded]")
 @click.option("--bundle-root", type=_FILE, help="Folder of bundles.  [default: profiler/perf-native]")
-@click.option(
-    "--seed", type=int, default=0, show_default=True, help="Kept in the summary; nothing random is drawn yet."
-)
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the router's draws; kept in the summary.")
 @click.option("--horizon", "horizon_s", type=click.FloatRange(min=0, min_open=True), help="Simulated seconds to run.")
 @click.option(
     "--on-bad-row", type=click.Choice(["error", "skip"]), default="error", show_default=True, help="Bad trace rows."

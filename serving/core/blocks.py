@@ -74,6 +74,17 @@ class BlockPool:
             return found, 0
         return found, tail.blocks
 
+    def findable_blocks(self, request: Request) -> int:
+        """Blocks that a lookup for a request that has not run yet would find; for routers, changes nothing."""
+        found = 0
+        if self.prefix_caching:
+            most = (request.prompt_tokens - 1) // self.block_tokens
+            for key in request.block_keys[:most]:
+                if key not in self._holders:
+                    break
+                found += 1
+        return found
+
     def revived(self, hits: Sequence[Cached], tail_blocks: int) -> int:
         """How many of the blocks that a lookup found are free now and would be taken by their reuse."""
         return tail_blocks + sum(1 for block in hits if not block.references)

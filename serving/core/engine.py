@@ -9,12 +9,16 @@ from serving.core.shape import StepCost, StepShape
 
 
 class Engine:
-    """`index` counts engines over the whole cluster; it is the instance_id of the output."""
+    """`index` counts engines over the whole cluster; it is the instance_id of the output.
+
+    assigned, assigned_tokens: requests handed over that have not left yet, and the tokens of their prompts.
+    """
 
     def __init__(self, index: int, scheduler: Scheduler) -> None:
         self.index = index
         self.scheduler = scheduler
         self.assigned = 0
+        self.assigned_tokens = 0
         self.inbox: list[Request] = []
 
     @property
@@ -32,10 +36,15 @@ class Engine:
         blocks = self.scheduler.blocks
         return blocks.used_blocks / blocks.total_blocks if blocks.total_blocks else 0.0
 
+    def cached_tokens(self, request: Request) -> int:
+        """Leading prompt tokens of a new request that the prefix cache holds now."""
+        return self.scheduler.blocks.findable_blocks(request) * self.scheduler.blocks.block_tokens
+
     def submit(self, request: Request) -> None:
         """Hand over a request; the scheduler sees it when the next step is composed."""
         request.engine_index = self.index
         self.assigned += 1
+        self.assigned_tokens += request.prompt_tokens
         self.inbox.append(request)
 
     def take_in(self, now_ns: int, left: list[Request]) -> None:
@@ -47,6 +56,7 @@ class Engine:
             else:
                 request.outcome = "rejected"
                 self.assigned -= 1
+                self.assigned_tokens -= request.prompt_tokens
                 left.append(request)
         self.inbox.clear()
 
@@ -132,6 +142,7 @@ class Group:
                 engine.assigned -= len(finished)
                 for request in finished:
                     request.outcome = "finished"
+                    engine.assigned_tokens -= request.prompt_tokens
                 left += finished
             if engine.inbox:
                 engine.take_in(now_ns, left)

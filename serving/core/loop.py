@@ -2,6 +2,7 @@
 
 import heapq
 from collections.abc import Callable, Iterable, Sequence
+from math import inf
 from typing import Protocol
 
 from serving.core.engine import Engine, Group
@@ -26,12 +27,17 @@ def run(
     *,
     horizon_ns: int | None = None,
     observe: Observer | None = None,
+    advance: Callable[[int], None] | None = None,
 ) -> None:
     """Replay `requests`, given in order of arrival_ns, and record every one of them in `log`.
 
-    Events at equal times: arrivals in the order given, then step ends by group. A request that arrives while its group
-    is in a step is queued when that step ends. Nothing after `horizon_ns` happens: what has not finished by then is
-    recorded as unfinished. `observe(now_ns, group)` is called after each step end, once the next step is composed.
+    The calls of a session come as the first of them, each with the next as its `following`: a call is released
+    `tool_duration_ns` after the one before it has finished, and all that follow a rejected call are rejected with it.
+    Events at equal times: arrivals in the order given, then released calls by index, then step ends by group; a call
+    released at the very end of a step finds the next step begun. A request that arrives while its group is in a step is
+    queued when that step ends. Nothing after `horizon_ns` happens: what has not finished by then is recorded as
+    unfinished. `observe(now_ns, group)` is called after each step end, once the next step is composed;
+    `advance(now_ns)` before the events of `now_ns`, with everything before them done.
     Raises ValueError for requests out of order.
     """
     engines = [engine for group in groups for engine in group.engines]
@@ -43,21 +49,29 @@ def run(
     alive: dict[int, Request] = {}
     arrivals = iter(requests)
     arriving = next(arrivals, None)
+    released: list[tuple[int, int, Request]] = []
+    next_ns = _next_ns(arriving, released)
     now_ns = 0
-    while arriving is not None or step_ends:
-        if arriving is not None and (not step_ends or arriving.arrival_ns <= step_ends[0][0]):
-            if arriving.arrival_ns < now_ns:
-                raise ValueError(f"request {arriving.index} arrives before the one given before it")
-            now_ns = arriving.arrival_ns
+    while step_ends or next_ns != inf:
+        if not step_ends or next_ns <= step_ends[0][0]:
+            if next_ns < now_ns:
+                raise ValueError(f"request {arriving.index if arriving else -1} arrives before the one given before it")
+            now_ns = int(next_ns)
             if horizon_ns is not None and now_ns > horizon_ns:
                 break
+            if advance is not None:
+                advance(now_ns)
             woken: set[int] = set()
-            while arriving is not None and arriving.arrival_ns == now_ns:
-                position = route(engines, arriving)
-                engines[position].submit(arriving)
-                alive[arriving.index] = arriving
+            while next_ns == now_ns:
+                if arriving is not None and arriving.arrival_ns == now_ns:
+                    request, arriving = arriving, next(arrivals, None)
+                else:
+                    request = heapq.heappop(released)[2]
+                next_ns = _next_ns(arriving, released)
+                position = route(engines, request)
+                engines[position].submit(request)
+                alive[request.index] = request
                 woken.add(group_of[position])
-                arriving = next(arrivals, None)
             for number in sorted(woken):
                 if not stepping[number]:
                     duration_ns = groups[number].wake(now_ns, left)
@@ -68,6 +82,8 @@ def run(
             now_ns, number = step_ends[0]
             if horizon_ns is not None and now_ns > horizon_ns:
                 break
+            if advance is not None:
+                advance(now_ns)
             duration_ns = groups[number].end_step(now_ns, left)
             if duration_ns is not None:
                 heapq.heapreplace(step_ends, (now_ns + duration_ns, number))
@@ -80,10 +96,41 @@ def run(
             for request in left:
                 del alive[request.index]
                 log.record(request)
+                if request.following is not None:
+                    _release(request, now_ns, released, log)
+                    next_ns = _next_ns(arriving, released)
             left.clear()
 
-    for request in alive.values():
-        log.record(request)
+    for request in [*alive.values(), *(call for *_, call in sorted(released))]:
+        _record_all(request, log)
     while arriving is not None:
-        log.record(arriving)
+        _record_all(arriving, log)
         arriving = next(arrivals, None)
+
+
+def _next_ns(arriving: Request | None, released: Sequence[tuple[int, int, Request]]) -> float:
+    """When the next request arrives, of the trace or of a session; infinite when none is known."""
+    next_ns = inf if arriving is None else arriving.arrival_ns
+    return min(next_ns, released[0][0]) if released else next_ns
+
+
+def _release(request: Request, now_ns: int, released: list[tuple[int, int, Request]], log: RunLog) -> None:
+    """`request` has left at `now_ns`: its next call arrives after the tool, or the rest of its session is rejected."""
+    call = request.following
+    assert call is not None
+    if request.outcome == "finished":
+        call.arrival_ns = now_ns + call.tool_duration_ns
+        heapq.heappush(released, (call.arrival_ns, call.index, call))
+        return
+    rest: Request | None = call
+    while rest is not None:
+        rest.outcome = "rejected"
+        rest = rest.following
+    _record_all(call, log)
+
+
+def _record_all(request: Request | None, log: RunLog) -> None:
+    """Record a request and the calls that follow it."""
+    while request is not None:
+        log.record(request)
+        request = request.following

@@ -17,6 +17,9 @@ class Request:
     block_keys: one key per leading full KV block whose content the trace tells (token ids given); equal keys mean
     equal content behind an equal prefix. Blocks past them hold content that only this request has.
     priority: lower is more urgent, for policies that read it.
+    session: the conversation it belongs to, for routers that keep it on one engine; None for none.
+    following: the call of an agentic session that is released `following.tool_duration_ns` after this request has
+    finished; its arrival_ns is NEVER until then.
 
     rank: place in the waiting queue, from the policy. order: number of its admission, which orders running requests.
     computed_tokens: tokens scheduled so far, up to date only while it is not in the decode set; there they are
@@ -38,6 +41,7 @@ class Request:
         "emitted_tokens",
         "engine_index",
         "entry",
+        "following",
         "index",
         "keyed",
         "last_step",
@@ -53,8 +57,10 @@ class Request:
         "run_start",
         "runs",
         "scheduled_ns",
+        "session",
         "short",
         "tail",
+        "tool_duration_ns",
     )
 
     def __init__(
@@ -65,6 +71,8 @@ class Request:
         output_tokens: int,
         block_keys: Sequence[int] = (),
         priority: int = 0,
+        session: str | None = None,
+        tool_duration_ns: int = 0,
     ) -> None:
         self.index = index
         self.arrival_ns = arrival_ns
@@ -72,6 +80,9 @@ class Request:
         self.output_tokens = output_tokens
         self.block_keys = block_keys
         self.priority = priority
+        self.session = session
+        self.tool_duration_ns = tool_duration_ns
+        self.following: Request | None = None
         self.outcome: Outcome = "unfinished"
         self.engine_index = -1
         self.queued_ns: int | None = None

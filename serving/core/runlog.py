@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 class RequestRecord:
     """A request that has left the run. Times are nanoseconds of the simulated clock, None where never reached.
 
+    arrival_ns: None for the call of a session that was never released.
     itl_p50_ns, itl_p99_ns: percentiles of the times between its consecutive tokens; None below two tokens.
     prefix_hit_tokens: prompt tokens found in the prefix cache when it was first scheduled.
     """
@@ -27,6 +28,7 @@ class RequestRecord:
     index: int
     engine_index: int
     outcome: Outcome
+    arrival_ns: int | None
     queued_ns: int | None
     scheduled_ns: int | None
     first_token_ns: int | None
@@ -82,6 +84,7 @@ class RunLog:
             request.index,
             request.engine_index,
             request.outcome,
+            request.arrival_ns if request.arrival_ns >= 0 else None,
             request.queued_ns,
             request.scheduled_ns,
             first_ns,

@@ -7,7 +7,7 @@ from serving.core.loop import Router
 from serving.core.request import Request
 
 
-def create() -> Router:
+def create(seed: int = 0) -> Router:
     following = 0
 
     def route(engines: Sequence[Engine], request: Request) -> int:

@@ -119,11 +119,18 @@ def format_named(name: str) -> Format:
 
 
 def read_trace(
-    path: Path, *, limit: int = 0, on_bad_row: OnBadRow = "error", max_prompt_tokens: int | None = None
+    path: Path,
+    *,
+    limit: int = 0,
+    on_bad_row: OnBadRow = "error",
+    max_prompt_tokens: int | None = None,
+    sessions: bool = False,
 ) -> Trace:
     """The requests of a trace file, all of them or the first `limit` rows. Raises as `open_trace` does, and for a
-    file with agentic sessions."""
-    reading = open_trace(path, limit=limit, on_bad_row=on_bad_row, max_prompt_tokens=max_prompt_tokens)
+    file with agentic sessions unless `sessions`."""
+    reading = open_trace(
+        path, limit=limit, on_bad_row=on_bad_row, max_prompt_tokens=max_prompt_tokens, sessions=sessions
+    )
     return Trace(reading.format, tuple(reading.requests), tuple(reading.skipped))
 
 
@@ -206,8 +213,8 @@ def _checked(
 
 
 _NO_SESSIONS: Final = (
-    "a line of an agentic session; sessions, whose calls wait for the calls before them, are not replayed, "
-    "give one line per request"
+    "a line of an agentic session; sessions, whose calls wait for the calls before them, are replayed only by "
+    "`replay`, give one line per request here"
 )
 
 

@@ -1,8 +1,17 @@
-"""Replaying traces of other formats on the shipped tables."""
+"""Replaying traces of other formats, and agentic sessions, on the shipped tables."""
 
+import csv
+import io
+import json
+from dataclasses import replace
+
+import pytest
+
+from profiler.core.errors import ConfigError
 from profiler.core.paths import data_root
 from serving.api import replay
-from serving.metrics import csv_text
+from serving.config import Overrides
+from serving.metrics import csv_text, summary
 from serving.trace_tools.edit import Lengths, filtered
 from serving.trace_tools.write import write_trace
 from serving.traces import open_trace, read_trace
@@ -33,3 +42,37 @@ def test_lengths_and_times_alone_replay_the_same_from_any_format(tmp_path):
     write_trace(tmp_path / "rows.jsonl", open_trace(plain).requests, "jsonl")
     texts = {csv_text(replay(CLUSTER, tmp_path / name)) for name in ("plain.csv", "burst.csv", "rows.jsonl")}
     assert len(texts) == 1
+
+
+SESSIONS = data_root() / "workloads" / "agentic_sessions.jsonl"
+
+
+@pytest.mark.parametrize("router", ["least_loaded", "round_robin", "session_affinity", "prefix_aware", "power_of_two"])
+def test_agentic_sessions_replay_call_by_call(router):
+    """Every call of the file is one request; each arrives its tool's duration after the one before it finished."""
+    result = replay(CLUSTER, SESSIONS, overrides=Overrides(router=router), seed=3)
+    lines = [json.loads(line) for line in SESSIONS.read_text().splitlines()]
+    rows = list(csv.DictReader(io.StringIO(csv_text(result))))
+    assert len(rows) == sum(len(line["sub_requests"]) for line in lines) == 163
+    at = 0
+    homes = []
+    for line in lines:
+        calls = rows[at : at + len(line["sub_requests"])]
+        at += len(calls)
+        assert int(calls[0]["arrival_ns"]) == line["arrival_time_ns"]
+        for before, after, asked in zip(calls, calls[1:], line["sub_requests"], strict=False):
+            assert int(after["arrival_ns"]) == int(before["finish_ns"]) + asked["tool_duration_ns"]
+        homes.append({row["instance_id"] for row in calls})
+    figures = summary(result)
+    assert figures["requests"]["finished"] == 163
+    assert (max(map(len, homes)) == 1) == (router == "session_affinity")
+    hits = figures["prefix_hit_tokens"] / sum(one.prompt_tokens for one in result.trace.requests)
+    assert (hits > 0.7) == (router in ("session_affinity", "prefix_aware")), "the conversation is cached where it ran"
+    assert csv_text(replay(CLUSTER, SESSIONS, overrides=Overrides(router=router), seed=3)) == csv_text(result)
+
+
+def test_calls_out_of_place_are_refused():
+    trace = read_trace(SESSIONS, limit=2, sessions=True)
+    for broken in (trace.requests[1:], trace.requests[:1] + trace.requests[2:]):
+        with pytest.raises(ConfigError, match="must follow its call"):
+            replay(CLUSTER, replace(trace, requests=broken))

@@ -1,8 +1,8 @@
 """I8: the core and the specification in tests/reference schedule alike, bit for bit.
 
 Compared are every step's shapes and end, and per request the engine, outcome, times, tokens, preemptions and prefix
-hits, over random loads with tight KV, tiny limits, preemptions, shared prefixes and outputs, 1 to 4 ranks, both
-policies, and with and without asynchronous scheduling.
+hits, over random loads with tight KV, tiny limits, preemptions, shared prefixes and outputs, agentic sessions, 1 to 4
+ranks, every router, both policies, and with and without asynchronous scheduling.
 """
 
 from collections import Counter
@@ -13,7 +13,7 @@ import reference.engine
 import reference.loop
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from simulated import LinearCost, engine, group, plain_engine, plain_request, request
+from simulated import LinearCost, engine, group, in_sessions, plain_engine, plain_request, request
 
 from serving.core.loop import run
 from serving.core.runlog import RunLog, percentile
@@ -24,7 +24,7 @@ from serving.routers import create_router, known_routers
 
 @dataclass(frozen=True)
 class Case:
-    """rows: (arrival_ns, prompt, output, keys, priority)."""
+    """rows: (arrival_ns, prompt, output, keys, priority). sessions: per row (session, tool_duration_ns), or None."""
 
     rows: tuple[tuple[int, int, int, tuple[int, ...], int], ...]
     limits: Limits
@@ -37,6 +37,10 @@ class Case:
     policy: str = "fcfs"
     asynchronous: bool = False
     horizon_ns: int | None = None
+    sessions: tuple[tuple[int, int] | None, ...] = ()
+
+    def of_session(self):
+        return [*self.sessions, *[None] * len(self.rows)][: len(self.rows)]
 
 
 def chain(ids, length):
@@ -46,6 +50,9 @@ def chain(ids, length):
         prefix = prefix * 3 + identifier
         keys.append(prefix)
     return tuple(keys)
+
+
+SOME_NS = st.sampled_from([0, 0, 1, 1_500, 20_000])
 
 
 @st.composite
@@ -83,6 +90,7 @@ def cases(draw):
         policy=policy,
         asynchronous=draw(st.booleans()),
         horizon_ns=draw(st.sampled_from([None, None, None, 3_000, 20_000])),
+        sessions=tuple(draw(st.lists(st.none() | st.tuples(st.integers(0, 2), SOME_NS), max_size=14))),
     )
 
 
@@ -118,7 +126,7 @@ def of_core(case):
     ends = []
     run(
         groups,
-        requests,
+        in_sessions(requests, case.of_session()),
         create_router(case.router),
         log,
         horizon_ns=case.horizon_ns,
@@ -145,7 +153,7 @@ def of_reference(case):
     ends = []
     reference.loop.run(
         groups,
-        requests,
+        in_sessions(requests, case.of_session()),
         create_router(case.router),
         horizon_ns=case.horizon_ns,
         observe=lambda now, _: ends.append(now),
@@ -165,6 +173,7 @@ def assert_equal(case):
         expected = {
             "engine_index": asked.engine_index,
             "outcome": asked.outcome,
+            "arrival_ns": asked.arrival_ns if asked.arrival_ns >= 0 else None,
             "queued_ns": asked.queued_ns,
             "scheduled_ns": asked.scheduled_ns,
             "first_token_ns": asked.token_ns[0] if asked.token_ns else None,

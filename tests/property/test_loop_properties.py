@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulated import LinearCost, engine, group, request
+from simulated import LinearCost, engine, group, in_sessions, request
 
 from serving.core.loop import run
 from serving.core.runlog import RunLog
@@ -216,3 +216,40 @@ def test_work_conserving(case):
     for one in groups:
         one.cost = Watching(ranks=one.engines)
     run(groups, requests, create_router(case.router), RunLog(), horizon_ns=case.horizon_ns)
+
+
+@settings(deadline=None, max_examples=150)
+@given(cases(), st.data())
+def test_calls_of_sessions_wait_for_the_calls_before_them(case, data):
+    """A call is released exactly its tool's duration after the call before it, never before; the calls of a session
+    run one after another; every call is counted, and those behind a rejected one are rejected without having arrived.
+    """
+    tools = st.sampled_from([0, 1, 900, 50_000])
+    count = len(case.rows)
+    sessions = data.draw(st.lists(st.tuples(st.integers(0, 3), tools) | st.none(), min_size=count, max_size=count))
+    _, groups, requests = build(case)
+    log = RunLog()
+    run(groups, in_sessions(requests, sessions), create_router(case.router), log, horizon_ns=case.horizon_ns)
+    assert sorted(log.records) == list(range(count)), "each once"
+    before = {}
+    for one, session in zip(requests, sessions, strict=True):
+        record = log.records[one.index]
+        if session is not None and session[0] in before:
+            earlier = before[session[0]]
+            if earlier.outcome == "finished":
+                assert record.arrival_ns == earlier.finish_ns + session[1]
+            else:
+                assert (record.arrival_ns, record.queued_ns, record.engine_index) == (None, None, -1)
+                assert record.outcome == earlier.outcome
+        else:
+            assert record.arrival_ns == case.rows[one.index][0]
+        for after in (record.queued_ns, record.scheduled_ns, record.first_token_ns, record.finish_ns):
+            assert after is None or after >= record.arrival_ns
+        if session is not None:
+            before[session[0]] = record
+    if case.horizon_ns is None:
+        assert "unfinished" not in {record.outcome for record in log.records.values()}
+    if case.router == "session_affinity":
+        for number in range(4):
+            homes = {log.records[i].engine_index for i in range(count) if sessions[i] and sessions[i][0] == number}
+            assert len(homes - {-1}) <= 1

@@ -15,6 +15,7 @@ class Engine:
         self.scheduler = scheduler
         self.attended_cap_tokens = attended_cap_tokens
         self.assigned = 0
+        self.assigned_tokens = 0
         self.inbox: list[Request] = []
 
     @property
@@ -30,9 +31,14 @@ class Engine:
         blocks = self.scheduler.blocks
         return blocks.used_blocks / blocks.total_blocks if blocks.total_blocks else 0.0
 
+    def cached_tokens(self, request: Request) -> int:
+        blocks = self.scheduler.blocks
+        return len(blocks.cached_prefix(request)) * blocks.block_tokens
+
     def submit(self, request: Request) -> None:
         request.engine_index = self.index
         self.assigned += 1
+        self.assigned_tokens += request.prompt_tokens
         self.inbox.append(request)
 
     def take_in(self, now_ns: int) -> None:
@@ -43,6 +49,7 @@ class Engine:
             else:
                 request.outcome = "rejected"
                 self.assigned -= 1
+                self.assigned_tokens -= request.prompt_tokens
         self.inbox.clear()
 
 
@@ -85,6 +92,7 @@ class Group:
                 if engine.scheduler.emit(request, now_ns):
                     request.outcome = "finished"
                     engine.assigned -= 1
+                    engine.assigned_tokens -= request.prompt_tokens
         self.current, self.following = self.following, None
         self._take_in(now_ns)
         if self.current is None:

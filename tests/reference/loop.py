@@ -14,20 +14,31 @@ def run(
     horizon_ns: int | None = None,
     observe: Callable[[int, Group], None] | None = None,
 ) -> None:
-    """Replay `requests`, sorted by arrival_ns; what has not finished by `horizon_ns` stays unfinished."""
+    """Replay `requests`, sorted by arrival_ns; what has not finished by `horizon_ns` stays unfinished.
+
+    A call of a session follows the one before it: it arrives its tool's duration after that one's last token, behind
+    the requests of that instant that came by themselves. All calls after a rejected one are rejected.
+    """
     engines = [engine for group in groups for engine in group.engines]
     group_of = [number for number, group in enumerate(groups) for _ in group.engines]
     ends: dict[int, int] = {}
     waiting = list(requests)
-    while waiting or ends:
+    calls: list[Request] = []
+    followed = [request for request in requests if request.following is not None]
+    while waiting or calls or ends:
         next_end = min(ends.items(), key=lambda item: (item[1], item[0]), default=None)
-        if waiting and (next_end is None or waiting[0].arrival_ns <= next_end[1]):
-            now_ns = waiting[0].arrival_ns
+        arrivals = [*waiting[:1], *sorted(calls, key=lambda call: (call.arrival_ns, call.index))[:1]]
+        next_ns = min((request.arrival_ns for request in arrivals), default=None)
+        if next_ns is not None and (next_end is None or next_ns <= next_end[1]):
+            now_ns = next_ns
             if horizon_ns is not None and now_ns > horizon_ns:
                 return
             woken = set()
-            while waiting and waiting[0].arrival_ns == now_ns:
-                request = waiting.pop(0)
+            together = [request for request in waiting if request.arrival_ns == now_ns]
+            together += sorted((call for call in calls if call.arrival_ns == now_ns), key=lambda call: call.index)
+            waiting = [request for request in waiting if request not in together]
+            calls = [call for call in calls if call not in together]
+            for request in together:
                 position = route(engines, request)
                 engines[position].submit(request)
                 woken.add(group_of[position])
@@ -45,3 +56,15 @@ def run(
         for number, duration_ns in durations.items():
             if duration_ns is not None:
                 ends[number] = now_ns + duration_ns
+        left = [request for request in followed if request.outcome != "unfinished"]
+        followed = [request for request in followed if request not in left]
+        while left:
+            request = left.pop(0)
+            call = request.following
+            if request.outcome == "finished":
+                call.arrival_ns = now_ns + call.tool_duration_ns
+                calls.append(call)
+            else:
+                call.outcome = "rejected"
+            if call.following is not None:
+                (followed if request.outcome == "finished" else left).append(call)

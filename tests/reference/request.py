@@ -9,7 +9,8 @@ class Request:
     """Progress of a request. computed_tokens counts what the steps scheduled so far will have computed.
 
     in_flight: tokens that scheduled steps will yield and that are not known yet (0 or 1 without, up to 2 with
-    asynchronous scheduling). keyed_blocks: leading blocks that are findable by content.
+    asynchronous scheduling). following: the call released `following.tool_duration_ns` after this one has finished,
+    which arrives at -1, never, until then. keyed_blocks: leading blocks that are findable by content.
     """
 
     index: int
@@ -18,6 +19,9 @@ class Request:
     output_tokens: int
     block_keys: Sequence[int] = ()
     priority: int = 0
+    session: str | None = None
+    tool_duration_ns: int = 0
+    following: "Request | None" = None
 
     outcome: str = "unfinished"
     engine_index: int = -1

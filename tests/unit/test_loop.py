@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from simulated import LinearCost, engine, group, replayed, request
+from simulated import LinearCost, engine, group, in_sessions, replayed, request
 
 from serving.core.loop import run
 from serving.core.runlog import RunLog, percentile, rank_value
@@ -164,3 +164,26 @@ def test_asynchronous_scheduling_frees_a_slot_one_step_late():
         one = group(engine(limits=limits, asynchronous=asynchronous), cost=FLAT, asynchronous=asynchronous)
         records, _ = replay([one], [request(0, output=2), request(1, output=9), request(2, output=1)])
         assert [record.finish_ns for record in records] == expected
+
+
+def test_a_call_arrives_its_tools_duration_after_the_call_before_it():
+    """Steps of 1,000 ns: two tokens until 2,000, the tool until 2,500, three tokens until 5,500, no tool."""
+    own = in_sessions([request(i, output=2 + i % 2) for i in range(3)], [(0, 0), (0, 500), (0, 0)])
+    records, _ = replay([group(engine(limits=WIDE), cost=FLAT)], own)
+    assert [record.arrival_ns for record in records] == [0, 2_500, 5_500]
+    assert [record.finish_ns for record in records] == [2_000, 5_500, 7_500]
+
+
+def test_a_call_released_as_a_step_ends_finds_the_next_step_begun():
+    asked = [request(0, output=1), request(1, output=1), request(2, output=9)]
+    records, _ = replay([group(engine(limits=WIDE), cost=FLAT)], in_sessions(asked, [(0, 0), (0, 0), None]))
+    assert (records[1].arrival_ns, records[1].queued_ns, records[1].first_token_ns) == (1_000, 2_000, 3_000)
+
+
+def test_calls_behind_a_rejected_one_are_rejected_and_those_past_the_horizon_unfinished():
+    asked = [request(0), request(1, prompt=5_000), request(2), request(3, output=3), request(4)]
+    own = in_sessions(asked, [(0, 0), (0, 7), (0, 7), (1, 0), (1, 10_000)])
+    records, _ = replay([group(engine(limits=WIDE), cost=FLAT)], own, horizon_ns=9_000)
+    assert [record.outcome for record in records] == ["finished", "rejected", "rejected", "finished", "unfinished"]
+    assert [record.arrival_ns for record in records] == [0, 3_007, None, 0, 13_000]
+    assert (records[4].queued_ns, records[4].engine_index) == (None, -1)
