@@ -4,10 +4,11 @@ Volumes per rank, for n ranks; B bytes are the result of an all-gather, the inpu
 what one rank sends in an all-to-all, its own part included:
 
     all-gather, reduce-scatter   (n - 1) / n x B, in n - 1 ring steps
-    all-reduce                   2 (n - 1) / n x B, in 2 (n - 1) ring steps; within a node by size, see serving.links
+    all-reduce                   2 (n - 1) / n x B, in 2 (n - 1) ring steps
     all-to-all                   (n - 1) / n x B, to all peers at once
 
-A ring of s steps that moves m bytes over links of bandwidth w takes
+Within a node of a hardware file the way is chosen by size (serving.links). A ring between nodes, or over a cluster
+file's own link, of s steps that moves m bytes over links of bandwidth w takes
 
     first + (s - 1) further + m / w + 2 sqrt(chunk m / w)
 
@@ -32,9 +33,8 @@ from serving.links import SWITCHED_GBPS, NodeLink
 
 Operation = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
 
-# From public tables of all-gather and reduce-scatter on H200 and RTX PRO 6000 with 2, 4 and 8 ranks (AIConfigurator:
-# NCCL 2.29): a ring step after the first adds 0.3 of a smallest message's latency, a chunk costs one, and these shares
-# of the links' peak are reached, over PCIe another between two ranks.
+# Of rings over several nodes, taken from all-gathers within one (AIConfigurator, NCCL 2.29): a ring step after the
+# first adds 0.3 of a smallest message's latency, a chunk costs one, and these shares of the links' peak are reached.
 _FURTHER_STEP = 0.3
 _SWITCHED, _PAIR, _BUS = 0.9, 0.55, 0.4
 
@@ -142,6 +142,8 @@ class Collectives:
         if operation == "all_to_all":
             return self._all_to_all(total_bytes, ranks)
         if operation != "all_reduce":
+            if self.node is not None and ranks <= self.gpus_per_node:
+                return self.node.exchange_us(total_bytes, ranks)
             return self._ring(ranks - 1, total_bytes, ranks)
         if ranks <= self.gpus_per_node:
             if self.node is not None:

@@ -1,14 +1,15 @@
-"""All-reduce and all-to-all among the GPUs of one node, from two numbers of its link: peak bandwidth and latency.
+"""Collectives among the GPUs of one node, from two numbers of its link: peak bandwidth and latency.
 
-A library (NCCL) picks among three ways, by size; L is the latency of a smallest message, B the bytes of every rank,
-m = 2 (n - 1) / n x B what passes a rank of a ring of n:
+A library (NCCL) picks among three ways, by size; L is the latency of a smallest message, B the bytes of every rank (all
+of them together in an all-gather), p = 2 for an all-reduce and 1 for an all-gather or a reduce-scatter,
+m = p (n - 1) / n x B what passes a rank of a ring of n:
 
-    low latency   L + s 2 (n - 1) L + m / w        short steps s, part of the bandwidth: small messages
-    ring          a L + s 2 (n - 1) L + m / w      pipelined in chunks, nearly all of the bandwidth: large ones
-    in the switch 17 L + B / w                     eight ranks and more of a switched link, floating point only
+    low latency   L + s p (n - 1) L + m / w        short steps s, part of the bandwidth: small messages
+    ring          a L + s p (n - 1) L + m / w      pipelined in chunks, nearly all of the bandwidth: large ones
+    in the switch 17 L + B / w                     all-reduces of eight ranks and more, switched links, floating point
 
 On NVLink it picks the fastest. Over PCIe it keeps the low-latency way up to 512 KiB although the ring would be faster
-by then, and all GPUs share the host's fabric in it: its bytes count as 2 (n - 1) B over one such fabric.
+by then, and all GPUs share the host's fabric in it: its bytes count as p (n - 1) B over one such fabric.
 
 An engine's own all-reduce kernels read the peers' memory directly where links allow that: one exchange of (n - 1) B,
 or two of (n - 1) / n B each. The shares of the peak and the step lengths below are fitted to public tables of H200 and
@@ -71,6 +72,21 @@ class NodeLink:
         if ranks >= 8 and floating:
             ways.append(17 * latency + self.us(total_bytes, 0.607))
         return min(ways)
+
+    def exchange_us(self, total_bytes: float, ranks: int) -> float:
+        """Microseconds of an all-gather or reduce-scatter by a library; total_bytes of all ranks together."""
+        latency, steps = self.latency_us, ranks - 1
+        moved = steps / ranks * total_bytes
+        pair = ranks == 2
+        if not self.switched:
+            if total_bytes > 512 * KIB:
+                return (2 + 0.88 * steps) * latency + self.us(moved, 0.52 if pair else 0.37)
+            shared = self.us(steps * total_bytes, 0.5 if pair else 0.7)
+            return max((1 + 0.35 * steps) * latency, (1 + 0.16 * steps) * latency + shared)
+        return min(
+            (1 + 0.235 * steps) * latency + self.us(moved, min(0.5, 0.17 + 0.04 * ranks)),
+            (4.2 + 0.52 * steps) * latency + self.us(moved, 0.58 if pair else 0.72),
+        )
 
     def all_to_all_us(self, sent_bytes: float, ranks: int) -> float:
         """Microseconds until every rank has sent `sent_bytes`, an equal part to each rank and one to itself."""
