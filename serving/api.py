@@ -7,8 +7,8 @@ from profiler.core.errors import ConfigError
 from profiler.core.paths import default_bundle_root
 from serving.config import Cluster, Overrides, load_cluster
 from serving.content import Keys, tells_content
-from serving.core.engine import Group
-from serving.core.loop import run
+from serving.core.loop import AnyGroup, run
+from serving.core.pipeline import PipelineGroup
 from serving.core.request import NEVER, Request
 from serving.core.runlog import RunLog
 from serving.core.shape import StepCost
@@ -64,9 +64,11 @@ def replay(
     groups = [group for one in deployed for group in one.groups]
     if wrap_cost is not None:
         for group in groups:
+            if isinstance(group, PipelineGroup):
+                raise ConfigError("the steps of a pipeline cannot be taken out of a replay; use an instance with pp 1")
             group.cost = wrap_cost(group.cost)
 
-    def observe(now_ns: int, group: Group) -> None:
+    def observe(now_ns: int, group: AnyGroup) -> None:
         assert progress is not None
         progress(len(log.records), len(trace.requests), now_ns)
 

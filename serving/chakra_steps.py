@@ -81,7 +81,7 @@ def export_steps(instance: Instance, steps: Sequence[Step], prefix: Path, bundle
     sent = sends(instance.engine.all2all_backend)
     reach = own_reach(spec.moe, parallel.ep) if spec.moe and sent == "per_rank" else 1.0
     comm = Communication(spec, parallel, _links(instance), sent, reach)
-    return export(prefix, deployed.cost, spec, parallel, deployed.meta, comm, steps)
+    return export(prefix, deployed.table_cost, spec, parallel, deployed.meta, comm, steps)
 
 
 def _group(instance: Instance) -> Parallel:

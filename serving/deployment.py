@@ -21,8 +21,11 @@ from serving.collectives import from_fitted_link
 from serving.config import UNLIMITED, EngineSettings, Instance, PeerMemory
 from serving.core.blocks import BlockPool
 from serving.core.engine import Engine, Group
+from serving.core.pipeline import PipelineGroup
 from serving.core.scheduler import Limits, Scheduler
-from serving.cost import TableCost, build_cost, default_capture_sizes
+from serving.core.walk import WalkEngine, WalkScheduler
+from serving.cost import PipelineCost, TableCost, build_cost, default_capture_sizes
+from serving.cost.build import build_pipeline
 from serving.expert_load import routed_load
 from serving.policies import load_policy
 from serving.result import Deployment, Tables
@@ -36,9 +39,17 @@ class Deployed:
     """A deployment with its cost and its engines, ready to run once. meta: of the bundle that prices it."""
 
     deployment: Deployment
-    cost: TableCost
-    groups: tuple[Group, ...]
+    cost: TableCost | PipelineCost
+    groups: tuple[Group | PipelineGroup, ...]
     meta: Mapping[str, Any]
+
+    @property
+    def table_cost(self) -> TableCost:
+        """The cost of an instance that is one stage. Raises ConfigError for a pipeline."""
+        if isinstance(self.cost, PipelineCost):
+            pp = self.deployment.parallel.pp
+            raise ConfigError(f"pp {pp}: the step of a pipeline is not one list of kernels; use an instance with pp 1")
+        return self.cost
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +81,10 @@ def deploy(
         raise ContractError(f"{path}: {_projected_from(bundle)} --allow-projected takes them, marked so in the result.")
     kv = _kv(instance, spec, hardware, limits, bundle)
     lockstep = spec.moe is not None and instance.parallel.dp > 1
-    asynchronous = _asynchronous(instance.engine, bundle)
+    asynchronous = _asynchronous(instance.engine, bundle, instance.parallel.pp)
     step_us, step_source = _step_overhead(instance, hardware)
     group = instance.parallel if lockstep else replace(instance.parallel, dp=1)
-    cost = build_cost(
+    cost = (build_cost if group.pp == 1 else build_pipeline)(
         bundle=bundle,
         spec=spec,
         parallel=group,
@@ -83,7 +94,7 @@ def deploy(
         collectives=from_fitted_link(instance.links) if instance.links else None,
         capture_sizes=() if instance.engine.eager else default_capture_sizes(limits.max_num_seqs),
         host_us=instance.engine.host_overhead_us,
-        host_overlaps=asynchronous,
+        host_overlaps=asynchronous or group.pp > 1,
         step_us=step_us,
         step_source=step_source,
         routing=routed_load(spec, group, instance.routing, limits.max_num_batched_tokens * group.dp),
@@ -113,11 +124,8 @@ def deploy(
         expert_placement=instance.routing.placement,
         all2all_backend=instance.engine.all2all_backend,
     )
-    engines = [_engine(deployment, index, spec) for index in deployment.engines]
-    groups = [engines] if lockstep else [[engine] for engine in engines]
-    sync_steps = instance.engine.dp_sync_interval
-    stepping = tuple(Group(members, cost, asynchronous=asynchronous, sync_steps=sync_steps) for members in groups)
-    return Deployed(deployment, cost, stepping, bundle.meta)
+    groups = _groups(deployment, spec, cost, instance.engine.dp_sync_interval)
+    return Deployed(deployment, cost, groups, bundle.meta)
 
 
 def _own_variant(
@@ -132,19 +140,41 @@ def _own_variant(
     return name if name in there else None
 
 
-def _engine(one: Deployment, index: int, spec: ModelSpec) -> Engine:
-    scheduler = Scheduler(
-        one.limits,
-        BlockPool(one.num_gpu_blocks, one.block_tokens, one.prefix_caching),
-        load_policy(one.policy),
-        attended_cap_tokens=spec.indexer.attended_cap_tokens if spec.indexer else None,
-        asynchronous=one.async_scheduling,
-    )
-    return Engine(index, scheduler)
+def _groups(
+    one: Deployment, spec: ModelSpec, cost: TableCost | PipelineCost, sync_steps: int
+) -> tuple[Group | PipelineGroup, ...]:
+    """The engines of a deployment, those in lockstep together."""
+    cap = spec.indexer.attended_cap_tokens if spec.indexer else None
+    policy = load_policy(one.policy)
+
+    def pool() -> BlockPool:
+        return BlockPool(one.num_gpu_blocks, one.block_tokens, one.prefix_caching)
+
+    if isinstance(cost, PipelineCost):
+        walking = [
+            WalkEngine(index, WalkScheduler(one.limits, pool(), policy, attended_cap_tokens=cap, pipelined=True))
+            for index in one.engines
+        ]
+        staged = [walking] if one.lockstep else [[engine] for engine in walking]
+        return tuple(PipelineGroup(some, cost, one.parallel.pp, sync_steps=sync_steps) for some in staged)
+    engines = [
+        Engine(
+            index,
+            Scheduler(one.limits, pool(), policy, attended_cap_tokens=cap, asynchronous=one.async_scheduling),
+        )
+        for index in one.engines
+    ]
+    members = [engines] if one.lockstep else [[engine] for engine in engines]
+    return tuple(Group(some, cost, asynchronous=one.async_scheduling, sync_steps=sync_steps) for some in members)
 
 
-def _asynchronous(asked: EngineSettings, bundle: Bundle) -> bool:
-    """As asked; else on, which is vLLM's default since 0.14, unless the tables are of an older vLLM."""
+def _asynchronous(asked: EngineSettings, bundle: Bundle, pp: int) -> bool:
+    """As asked; else on, which is vLLM's default since 0.14, unless the tables are of an older vLLM.
+
+    A pipeline has its batch queue instead: steps are composed while others run, on the tokens that are known.
+    """
+    if pp > 1:
+        return False
     if asked.async_scheduling is not None:
         return asked.async_scheduling
     version = (bundle.meta["engine"].get("versions") or {}).get("vllm")

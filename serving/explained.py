@@ -36,7 +36,7 @@ def explain_instance(
         sent = sends(one.all2all_backend)
         reach = own_reach(spec.moe, parallel.ep) if spec.moe and sent == "per_rank" else 1.0
         bounds = Bounds(spec, parallel, hardware, deployed.meta, sent, reach)
-    found = explain(deployed.cost, shapes, bounds, deployed.meta, spec)
+    found = explain(deployed.table_cost, shapes, bounds, deployed.meta, spec)
     tables = one.tables
     title = (
         f"{one.model} on {one.hardware}, {describe(one.parallel)}: {' | '.join(batches)} "

@@ -6,6 +6,7 @@ from math import inf
 from typing import Protocol
 
 from serving.core.engine import Engine, Group
+from serving.core.pipeline import PipelineGroup
 from serving.core.request import Request
 from serving.core.runlog import RunLog
 
@@ -16,11 +17,12 @@ class Router(Protocol):
     def __call__(self, engines: Sequence[Engine], request: Request) -> int: ...
 
 
-Observer = Callable[[int, Group], None]
+AnyGroup = Group | PipelineGroup
+Observer = Callable[[int, AnyGroup], None]
 
 
 def run(
-    groups: Sequence[Group],
+    groups: Sequence[AnyGroup],
     requests: Iterable[Request],
     route: Router,
     log: RunLog,

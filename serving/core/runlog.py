@@ -1,19 +1,21 @@
 """What a run leaves behind: one record per request, and every gap between two tokens.
 
-No token times are kept. A request's tokens come one per step in uninterrupted runs of steps, so its gaps are read from
-the step ends of its group when it leaves.
+Mostly no token times are kept: a request's tokens come one per step in uninterrupted runs of steps, so its gaps are
+read from the step ends of its group when it leaves. Where that is not so (serving.core.walk) the request brings them.
 """
 
 from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from serving.core.request import Outcome, Request
 
 if TYPE_CHECKING:
-    from serving.core.engine import Group, StepTimes
+    from serving.core.engine import StepTimes
+    from serving.core.loop import AnyGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +46,8 @@ class RunLog:
     """Records by trace index, and how often each gap between two tokens occurred over all requests.
 
     Within an uninterrupted run the gaps are the durations of the group's steps, which are counted from the step times;
-    `pauses_ns` holds the others, those around a preemption or a step without a token. With `keep_itl`, `itl_ns` has the
-    gaps of every finished request in their order.
+    `pauses_ns` holds the others, those around a preemption or a step without a token and those of requests that bring
+    their own token times. With `keep_itl`, `itl_ns` has the gaps of every finished request in their order.
     """
 
     def __init__(self, *, keep_itl: bool = False) -> None:
@@ -53,10 +55,10 @@ class RunLog:
         self._keep_itl = keep_itl
         self.records: dict[int, RequestRecord] = {}
         self.pauses_ns: Counter[int] = Counter()
-        self._groups: Sequence[Group] = ()
+        self._groups: Sequence[AnyGroup] = ()
         self._times: list[StepTimes] = []
 
-    def open(self, groups: Sequence["Group"]) -> None:
+    def open(self, groups: Sequence["AnyGroup"]) -> None:
         """The groups whose requests will be recorded, by the engine's index."""
         self._groups = groups
         self._times = [group.times for group in groups for _ in group.engines]
@@ -67,7 +69,13 @@ class RunLog:
         first_ns = finish_ns = None
         emitted = 0
         gaps: list[int] = []
-        if runs or request.run_start >= 0:
+        if token_ns := request.token_ns:
+            first_ns, emitted = token_ns[0], len(token_ns)
+            gaps = [after - before for before, after in pairwise(token_ns)]
+            self.pauses_ns.update(gaps)
+            if request.outcome == "finished":
+                finish_ns = token_ns[-1]
+        elif runs or request.run_start >= 0:
             times = self._times[request.engine_index]
             if request.outcome != "finished":
                 runs = _ended(request, len(times))

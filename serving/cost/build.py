@@ -1,6 +1,9 @@
 """From a bundle and a split to the StepCost of one data-parallel group."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from profiler.core.bundle import Bundle
 from profiler.core.collective_table import FILE, CollectiveRow, read_collectives
@@ -11,12 +14,15 @@ from profiler.core.grid_moe import moe_grid
 from profiler.core.hardware import Hardware
 from profiler.core.kv import KvLayout
 from profiler.core.modules import fold_for
+from profiler.core.registry import family
+from profiler.core.shard import stage_layers
 from profiler.core.types import Category, Component, ModelSpec, Parallel
 from serving.backends import DEFAULT, sends
 from serving.collectives import Collectives, from_hardware
 from serving.cost.communication import Communication, group_lines
 from serving.cost.experts import Experts, expert_lines
 from serving.cost.kernels import Kernel, PrefillWhen
+from serving.cost.pipeline import PipelineCost, stage_sends
 from serving.cost.skew import make_skew
 from serving.cost.step import DensePrefill, TableCost
 from serving.cost.tokens import Folded, curve_lines
@@ -24,6 +30,34 @@ from serving.routing import BusiestRank, ExpertLoad, own_reach
 
 # Architectures whose sparse MLA back ends have no dense prefill kernel (vLLM 0.31, FlashInfer for SM120).
 _WITHOUT_DENSE_PREFILL = ("sm120",)
+
+
+class Stage(NamedTuple):
+    """One pipeline stage: its layers as a model of their own, and whether the embedding and the head are here."""
+
+    spec: ModelSpec
+    first: bool
+    last: bool
+
+    def counts(self, bundle: Bundle) -> dict[Component, int]:
+        """The components that the stage runs in one pass, with their counts."""
+        model = family(self.spec.family)
+        counts = Counter(dict(fold_for(self.spec, bundle.meta).components))
+        if not self.first:
+            counts.subtract(model.prologue_components(self.spec))
+        if not self.last:
+            counts.subtract(model.head_components(self.spec))
+        return {one: count for one, count in counts.items() if count}
+
+
+def pipeline_stages(spec: ModelSpec, parallel: Parallel) -> tuple[Stage, ...]:
+    """The stages of a split, as profiler.core.shard.stage_layers cuts the layers."""
+    cuts = stage_layers(spec, parallel)
+    last = len(cuts) - 1
+    return tuple(
+        Stage(replace(spec, layers=tuple(spec.layers[i] for i in layers)), at == 0, at == last)
+        for at, layers in enumerate(cuts)
+    )
 
 
 def build_cost(
@@ -43,8 +77,9 @@ def build_cost(
     routing: ExpertLoad | None = None,
     all2all_backend: str = DEFAULT,
     allow_extrapolation: bool = False,
+    stage: Stage | None = None,
 ) -> TableCost:
-    """The StepCost of one group of `parallel.dp` engines.
+    """The StepCost of one group of `parallel.dp` engines, or of one of its pipeline stages.
 
     bundle: tables of `spec` at parallel.tp. hardware may be None where a cluster file brings its own link numbers as
     `collectives`; else the collectives come from its links. kv: the run's layout, compared with the bundle's.
@@ -58,13 +93,15 @@ def build_cost(
     a table or kernel is missing, ConfigError for a split that is not priced.
     """
     _check_contract(bundle, spec, kv)
+    if stage is None:
+        if parallel.pp > 1:
+            raise ConfigError(f"pp {parallel.pp}: pipeline stages are priced one by one")
+        stage = Stage(spec, True, True)
     _check_split(spec, parallel)
     build = _Builder(bundle, spec, parallel, allow_extrapolation)
-    counts = dict(fold_for(spec, bundle.meta).components)
+    counts = stage.counts(bundle)
     if collectives is None and parallel.gpus > 1:
-        if hardware is None:
-            raise ConfigError("more than one GPU needs a hardware file or link numbers in the cluster file")
-        collectives = from_hardware(hardware, _measured_collectives(bundle))
+        collectives = _own_collectives(hardware, bundle)
     provenance = str(bundle.meta["provenance"])
     every_token = {one: count for one, count in counts.items() if one.when != "prefill_sparse"}
     sparse_tokens = {one: count for one, count in counts.items() if one.when == "prefill_sparse"}
@@ -77,7 +114,8 @@ def build_cost(
     if collectives is not None:
         sent = sends(all2all_backend)
         reach = _reach(spec, parallel, routing) if sent == "per_rank" else 1.0
-        comm = Communication(spec, parallel, collectives, sent, reach)
+        between = _spread(collectives, parallel)
+        comm = Communication(stage.spec, parallel, collectives, sent, reach, stage.first, stage.last, between)
         for part, lines in zip(parts, (comm.tensor_lines, comm.head_lines, comm.expert_lines), strict=True):
             part.append(lines)
     by_tokens, by_sequences, by_group = (Folded(group_lines(*part), build.outside) for part in parts)
@@ -98,6 +136,40 @@ def build_cost(
     if not allow_extrapolation:
         cost.by_tokens.ns(max_num_batched_tokens)
     return cost
+
+
+def build_pipeline(
+    *,
+    bundle: Bundle,
+    spec: ModelSpec,
+    parallel: Parallel,
+    hardware: Hardware | None,
+    collectives: Collectives | None = None,
+    **rest: Any,
+) -> PipelineCost:
+    """The cost of one group of `parallel.dp` engines of parallel.pp stages. rest: as build_cost, which every stage is
+    built with."""
+    if collectives is None:
+        collectives = _own_collectives(hardware, bundle)
+    stages = tuple(
+        build_cost(
+            bundle=bundle,
+            spec=spec,
+            parallel=parallel,
+            hardware=hardware,
+            collectives=collectives,
+            stage=stage,
+            **rest,
+        )
+        for stage in pipeline_stages(spec, parallel)
+    )
+    return PipelineCost(stages, stage_sends(spec, parallel, collectives))
+
+
+def _own_collectives(hardware: Hardware | None, bundle: Bundle) -> Collectives:
+    if hardware is None:
+        raise ConfigError("more than one GPU needs a hardware file or link numbers in the cluster file")
+    return from_hardware(hardware, _measured_collectives(bundle))
 
 
 class _Builder:
@@ -238,9 +310,15 @@ def _check_contract(bundle: Bundle, spec: ModelSpec, kv: KvLayout | None) -> Non
         )
 
 
+def _spread(collectives: Collectives, parallel: Parallel) -> Collectives | None:
+    """Links of a stage's experts, whose ranks lie pp x tp apart from one data-parallel engine to the next."""
+    per_node, engine = collectives.gpus_per_node, parallel.pp * parallel.tp
+    if parallel.pp == 1 or parallel.gpus <= per_node:
+        return None
+    return replace(collectives, gpus_per_node=parallel.tp * max(1, per_node // engine), measured=None)
+
+
 def _check_split(spec: ModelSpec, parallel: Parallel) -> None:
-    if parallel.pp > 1:
-        raise ConfigError(f"pp {parallel.pp}: pipeline stages are not priced")
     if spec.moe is None:
         return
     if parallel.ep == 1 and parallel.dp > 1:

@@ -37,6 +37,8 @@ class Communication:
 
     sends: what the back end of the experts sends. reach: probability that a token reaches a given rank, used where
     tokens are sent once per rank; times the busiest rank's excess where the routing says one.
+    first, last: whether the embedding and the head are here, for a pipeline stage. between_experts: links of the
+    exchange around the experts, where its ranks do not fill the nodes one after the other; None for `collectives`.
     """
 
     spec: ModelSpec
@@ -44,6 +46,9 @@ class Communication:
     collectives: Collectives
     sends: Sends = "gather"
     reach: float = 1.0
+    first: bool = True
+    last: bool = True
+    between_experts: Collectives | None = None
 
     @property
     def _moe_layers(self) -> int:
@@ -53,8 +58,8 @@ class Communication:
     def _exchanges(self) -> bool:
         return self.parallel.ep > 1 and self.parallel.dp > 1 and self._moe_layers > 0
 
-    def _lines(self, calls: list[Call]) -> list[Line]:
-        prices = [self.collectives.price(one.operation, one.total_bytes, one.ranks) for one in calls]
+    def _lines(self, calls: list[Call], over: Collectives | None = None) -> list[Line]:
+        prices = [(over or self.collectives).price(one.operation, one.total_bytes, one.ranks) for one in calls]
         return [line(one.name, one.times, *price) for one, price in zip(calls, prices, strict=True)]
 
     def tensor_lines(self, tokens: int) -> list[Line]:
@@ -64,7 +69,7 @@ class Communication:
         return self._lines(self.head_calls(sequences))
 
     def expert_lines(self, group_tokens: int) -> list[Line]:
-        return self._lines(self.expert_calls(group_tokens))
+        return self._lines(self.expert_calls(group_tokens), self.between_experts)
 
     def tensor_calls(self, tokens: int) -> list[Call]:
         """Collectives of a tensor-parallel group for the tokens of one rank."""
@@ -74,7 +79,7 @@ class Communication:
         rows = tokens * self.spec.hidden * ACTIVATION_BYTES
         sliced = self._moe_layers if self._exchanges else 0
         calls = [
-            Call("all_reduce embedding", 1, "all_reduce", rows, tp),
+            *([Call("all_reduce embedding", 1, "all_reduce", rows, tp)] if self.first else []),
             Call("all_reduce attention", layers, "all_reduce", rows, tp),
         ]
         if layers > sliced:
@@ -86,7 +91,7 @@ class Communication:
     def head_calls(self, sequences: int) -> list[Call]:
         """All-gather of the logits of the sampled rows."""
         tp = self.parallel.tp
-        if tp == 1 or not sequences:
+        if tp == 1 or not sequences or not self.last:
             return []
         return [Call("all_gather logits", 1, "all_gather", sequences * self.spec.vocab * ACTIVATION_BYTES, tp)]
 

@@ -31,7 +31,7 @@ def split_ratio(job: Job, traffic: Traffic, bundle_root: Path) -> Split | None:
     if job.slo is None or job.slo.tpot_ms is None:
         return None
     deployed = deploy(job.cluster.instances[0], 0, bundle_root, job.allow_extrapolation)
-    one, cost, ranks = deployed.deployment, deployed.cost, len(deployed.groups[0].engines)
+    one, cost, ranks = deployed.deployment, deployed.table_cost, len(deployed.groups[0].engines)
     engines = len(one.engines)
     rows = traffic.at(None, job.seed, job.requests).requests
     prompt = round(sum(row.prompt_tokens for row in rows) / len(rows))

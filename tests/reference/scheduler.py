@@ -4,6 +4,9 @@ Rules, in order: running requests first, in the order of their admission, each w
 to the long-prefill threshold, the remaining token budget and the model length; when blocks run out a victim is
 preempted by recompute; waiting requests enter only in steps without preemption, only from the head, and only when the
 blocks of their whole sequence are free. Progress is counted when a step is scheduled.
+
+With `pipelined` several steps are in flight at once: a request whose token is in flight gets no further step until it
+is known, and once preempted it is not admitted again before. Chunks of a prompt follow each other at once.
 """
 
 import heapq
@@ -88,9 +91,10 @@ QUEUES = {"fcfs": FirstCome, "priority": Priority}
 
 
 class Scheduler:
-    def __init__(self, limits: Limits, blocks: BlockManager, policy: str = "fcfs") -> None:
+    def __init__(self, limits: Limits, blocks: BlockManager, policy: str = "fcfs", pipelined: bool = False) -> None:
         self.limits = limits
         self.blocks = blocks
+        self.pipelined = pipelined
         self.waiting = QUEUES[policy]()
         self.running: list[Request] = []
         self.queued = 0
@@ -117,7 +121,7 @@ class Scheduler:
 
         while at < len(self.running) and budget:
             request = self.running[at]
-            if request.draining:
+            if request.draining or (self.pipelined and request.in_flight):
                 at += 1
                 continue
             new_tokens = min(self._wanted(request, request.computed_tokens), budget)
@@ -144,6 +148,8 @@ class Scheduler:
 
         while not preempted and budget and self.waiting and len(self.running) < self.limits.max_num_seqs:
             request = self.waiting.head()
+            if self.pipelined and request.in_flight:
+                break
             cached = self.blocks.cached_prefix(request)
             hit_tokens = len(cached) * self.blocks.block_tokens
             wanted_tokens = self._wanted(request, hit_tokens)

@@ -89,7 +89,7 @@ BAD = [
     ({"engine": {"policy": "fcsf"}}, "unknown policy 'fcsf'; did you mean 'fcfs'"),
     ({"engine": {"num_gpu_blocks": 9, "available_kv_gib": 2.0}}, "not both"),
     ({"parallel": {"tp": 0}}, r"parallel\.tp"),
-    ({"parallel": {"pp": 2}}, "pipeline parallel replay is not supported"),
+    ({"parallel": {"pp": 2}, "engine": {"async_scheduling": True}}, "async_scheduling with pp 2"),
     ({"model": 5}, r"instances\[0\]\.model"),
 ]
 
