@@ -1,6 +1,6 @@
 """The replay as a function of a cluster and a trace."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from profiler.core.errors import ConfigError
@@ -16,6 +16,7 @@ from serving.deployment import Deployed, deploy
 from serving.result import Result
 from serving.routers import create_router
 from serving.traces import OnBadRow, Trace, TraceRequest, read_trace
+from serving.watch import Watch
 
 Progress = Callable[[int, int, int], None]
 
@@ -35,6 +36,7 @@ def replay(
     progress: Progress | None = None,
     keep_itl: bool = False,
     wrap_cost: Callable[[StepCost], StepCost] | None = None,
+    watches: Sequence[Watch] = (),
 ) -> Result:
     """Replay a trace on a cluster.
 
@@ -44,7 +46,7 @@ def replay(
     tables too, and count them. allow_projected: take tables that were scaled from another GPU. seed: of the draws of
     the router, kept with the result. keep_itl: the result keeps every time between
     two tokens, which the peer's CSV lists.
-    wrap_cost: puts something in front of every group's cost, to see the steps that it prices.
+    wrap_cost: puts something in front of every group's cost, to see the steps that it prices. watches: look on.
     progress(requests done, requests, simulated ns) is called after every step.
 
     Everything is checked before the first step. Raises ConfigError, CoverageError, ContractError or CapacityError
@@ -72,6 +74,12 @@ def replay(
         assert progress is not None
         progress(len(log.records), len(trace.requests), now_ns)
 
+    def advance(now_ns: int) -> None:
+        for watch in watches:
+            watch.advance(now_ns)
+
+    for watch in watches:
+        watch.open(groups)
     run(
         groups,
         _requests(trace, deployed),
@@ -79,7 +87,10 @@ def replay(
         log,
         horizon_ns=horizon_ns,
         observe=observe if progress else None,
+        advance=advance if watches else None,
     )
+    for watch in watches:
+        watch.close()
     return Result(
         cluster=cluster.name,
         router=cluster.router,

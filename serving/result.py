@@ -61,7 +61,7 @@ class Result:
     """One replay. `records` follow the trace; `gaps_ns` are the times between two tokens over all requests: values,
     in no order, and how often each occurred.
 
-    itl_ns: the times between the tokens of each finished request, in order, by trace index; kept on demand.
+    itl_ns: the times between the tokens of each request with a token, in order, by trace index; kept on demand.
     extrapolated_lookups: table lookups outside the measured range, only ever above 0 when they were allowed.
     """
 

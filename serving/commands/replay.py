@@ -3,14 +3,17 @@
 import json
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
 if TYPE_CHECKING:
     from serving.api import Progress
+    from serving.result import Result
+    from serving.step_trace import StepTrace
+    from serving.timeseries import Sampler
 
 _FILE = click.Path(path_type=Path)
 _COUNT = click.IntRange(min=1)
@@ -49,6 +52,14 @@ _STEPS_PER_UPDATE = 50
     show_default=True,
     help="Columns of the CSV; peer: those of LLMServingSim, finished requests only.",
 )
+@click.option("--bench-json", "bench_path", type=_FILE, help="Also write the result JSON of `vllm bench serve`.")
+@click.option("--bench-detailed", is_flag=True, help="With its lists per request, as --save-detailed does.")
+@click.option("--goodput", "goals", multiple=True, metavar="METRIC:MS", help="For --bench-json: ttft, tpot or e2el.")
+@click.option("--timeseries", "series_path", type=_FILE, help="Also write a CSV of load and throughput over time.")
+@click.option("--tick", "tick_s", type=click.FloatRange(min=1e-9), default=1.0, show_default=True, help="Seconds.")
+@click.option("--trace-steps", "steps_path", type=_FILE, help="Also write the steps as a Chrome trace (Perfetto).")
+@click.option("--trace-window", metavar="START:END", help="Only steps that begin in these simulated seconds.")
+@click.option("--trace-max-events", type=_COUNT, help="Most events of that trace, three per step and engine.")
 @click.option("--allow-projected", is_flag=True, help="Take tables that were scaled from another GPU.")
 @click.option("--allow-extrapolation", is_flag=True, help="Price shapes outside the tables too, and count them.")
 def command(
@@ -69,6 +80,14 @@ def command(
     horizon_s: float | None,
     on_bad_row: Any,
     columns: str,
+    bench_path: Path | None,
+    bench_detailed: bool,
+    goals: tuple[str, ...],
+    series_path: Path | None,
+    tick_s: float,
+    steps_path: Path | None,
+    trace_window: str | None,
+    trace_max_events: int | None,
     allow_projected: bool,
     allow_extrapolation: bool,
 ) -> None:
@@ -77,15 +96,23 @@ def command(
     Writes one CSV row per request, in trace order, and <output>.summary.json; prints a summary. The settings given
     here win over those of a cluster file of this project; in the peer's files an instance's own key wins.
     """
-    from profiler.core.load import atomic_write
     from profiler.core.units import NS_PER_S
     from serving.api import replay
+    from serving.bench_result import parse_goals
     from serving.config import Overrides
-    from serving.metrics import peer_csv_text, summary, write_csv
+    from serving.metrics import summary
+    from serving.step_trace import MAX_EVENTS, StepTrace, parse_window
     from serving.terminal import print_summary
+    from serving.timeseries import Sampler
 
-    summary_path = output_path.with_name(f"{output_path.name}.summary.json")
-    _check_outputs((output_path, summary_path), (cluster_path, trace_path))
+    files = _Files(output_path, output_path.with_name(f"{output_path.name}.summary.json"), bench_path, series_path,
+                   steps_path)  # fmt: skip
+    _check_outputs(files.named(), (cluster_path, trace_path))
+    _check_companions(bench_path, bench_detailed or bool(goals), steps_path, trace_window or trace_max_events)
+    goodput = parse_goals(goals)
+    sampler = Sampler(round(tick_s * NS_PER_S)) if series_path else None
+    window = parse_window(trace_window) if trace_window else (0, None)
+    steps = StepTrace(window, trace_max_events or MAX_EVENTS) if steps_path else None
     with _progress() as progress:
         result = replay(
             cluster_path,
@@ -108,33 +135,97 @@ def command(
             allow_projected=allow_projected,
             seed=seed,
             progress=progress,
-            keep_itl=columns == "peer",
+            keep_itl=columns == "peer" or bench_path is not None or series_path is not None,
+            wrap_cost=steps.wrap if steps else None,
+            watches=[watch for watch in (sampler, steps) if watch is not None],
         )
     figures = summary(result)
-    with atomic_write(output_path) as rows, atomic_write(summary_path) as overview:
+    _write(files, result, figures, columns, goodput, bench_detailed, sampler, steps)
+    for line, reason in result.trace.skipped:
+        click.echo(f"skipped {trace_path}:{line}: {reason}", err=True)
+    if steps is not None and steps.left_out:
+        click.echo(
+            f"{steps_path}: {steps.left_out:,} events beyond {steps.max_events:,} are left out; "
+            "take a --trace-window, or more with --trace-max-events",
+            err=True,
+        )
+    print_summary(figures, sys.stdout)
+
+
+class _Files(NamedTuple):
+    output: Path
+    summary: Path
+    bench: Path | None
+    series: Path | None
+    steps: Path | None
+
+    def named(self) -> "list[tuple[str, Path]]":
+        """The files that are asked for, each with the flag that asks for it."""
+        flags = ("--output", "--output", "--bench-json", "--timeseries", "--trace-steps")
+        return [(flag, path) for flag, path in zip(flags, self, strict=True) if path is not None]
+
+
+def _write(
+    files: _Files,
+    result: "Result",
+    figures: dict[str, Any],
+    columns: str,
+    goals: dict[str, float],
+    detailed: bool,
+    sampler: "Sampler | None",
+    steps: "StepTrace | None",
+) -> None:
+    """All files, each put in place whole, and none unless all could be written."""
+    from profiler.core.load import atomic_write
+    from serving.bench_result import bench_result
+    from serving.metrics import peer_csv_text, write_csv
+    from serving.step_trace import write_trace
+    from serving.timeseries import write_series
+
+    with ExitStack() as stack:
+        rows, overview = (stack.enter_context(atomic_write(path)) for path in (files.output, files.summary))
         if columns == "peer":
             rows.write(peer_csv_text(result))
         else:
             write_csv(result, rows)
         json.dump(figures, overview, indent=2, allow_nan=False)
         overview.write("\n")
-    for line, reason in result.trace.skipped:
-        click.echo(f"skipped {trace_path}:{line}: {reason}", err=True)
-    print_summary(figures, sys.stdout)
+        if files.bench is not None:
+            bench = stack.enter_context(atomic_write(files.bench))
+            json.dump(bench_result(result, goals=goals, detailed=detailed), bench, allow_nan=False)
+            bench.write("\n")
+        if files.series is not None and sampler is not None:
+            write_series(sampler, result, stack.enter_context(atomic_write(files.series)))
+        if files.steps is not None and steps is not None:
+            write_trace(steps, result, stack.enter_context(atomic_write(files.steps)))
 
 
-def _check_outputs(outputs: tuple[Path, ...], inputs: tuple[Path, ...]) -> None:
-    """Refuse paths that could not be written, or that would overwrite an input, before anything runs."""
+def _check_companions(bench: Path | None, for_bench: bool, steps: Path | None, for_steps: object) -> None:
+    """Flags that say how to write a file that is not asked for are a mistake."""
     from profiler.core.errors import ConfigError
 
-    for path in outputs:
+    if for_bench and bench is None:
+        raise ConfigError("--bench-detailed and --goodput need --bench-json")
+    if for_steps and steps is None:
+        raise ConfigError("--trace-window and --trace-max-events need --trace-steps")
+
+
+def _check_outputs(outputs: list[tuple[str, Path]], inputs: tuple[Path, ...]) -> None:
+    """Refuse paths that could not be written, or that would overwrite an input or one another, before anything runs."""
+    from profiler.core.errors import ConfigError
+
+    taken: dict[Path, str] = {}
+    for flag, path in outputs:
         if path.is_dir():
-            raise ConfigError(f"--output: {path} is a folder, a file name is needed")
+            raise ConfigError(f"{flag}: {path} is a folder, a file name is needed")
         if path.resolve() in [one.resolve() for one in inputs]:
-            raise ConfigError(f"--output: {path} would overwrite an input")
+            raise ConfigError(f"{flag}: {path} would overwrite an input")
+        if path.resolve() in taken:
+            raise ConfigError(f"{flag}: {path} is written by {taken[path.resolve()]} already")
+        taken[path.resolve()] = flag
         blocked = next((one for one in path.absolute().parents if one.exists() and not one.is_dir()), None)
         if blocked is not None:
-            raise ConfigError(f"--output: {blocked} is a file, not a folder")
+            raise ConfigError(f"{flag}: {blocked} is a file, not a folder")
 
 
 @contextmanager

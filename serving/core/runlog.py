@@ -47,7 +47,7 @@ class RunLog:
 
     Within an uninterrupted run the gaps are the durations of the group's steps, which are counted from the step times;
     `pauses_ns` holds the others, those around a preemption or a step without a token and those of requests that bring
-    their own token times. With `keep_itl`, `itl_ns` has the gaps of every finished request in their order.
+    their own token times. With `keep_itl`, `itl_ns` has the gaps of every request that emitted a token, in their order.
     """
 
     def __init__(self, *, keep_itl: bool = False) -> None:
@@ -85,7 +85,7 @@ class RunLog:
                 emitted = len(gaps) + 1
                 if request.outcome == "finished":
                     finish_ns = times.end_ns[runs[-1][1]]
-        if self._keep_itl and request.outcome == "finished":
+        if self._keep_itl and emitted:
             self.itl_ns[request.index] = array("q", gaps)
         gaps.sort()
         self.records[request.index] = RequestRecord(
