@@ -97,7 +97,7 @@ def cost_columns(row: Mapping[str, Any], prices: Prices) -> dict[str, Any]:
 
 
 def kernel_watts(meta: Mapping[str, Any]) -> dict[str, float]:
-    """Measured watts by kernel category of a bundle: meta.yaml's `power: {watts: {dense: 640, ..., collective: 300, other: 95}}`.
+    """Measured watts by kernel category of a bundle: `power: {watts: {dense: 640, ..., collective: 300, other: 95}}`.
 
     `other` is for time outside kernels and collectives.
 

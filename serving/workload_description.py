@@ -33,7 +33,7 @@ from serving.traces._arrivals import Arrivals
 
 LONGEST_TOKENS: Final = 1 << 24
 _PROMPT_BINS: Final = 20
-_OUTPUT_POINTS: Final = 11
+_POINTS: Final = 11
 _BIN_ROWS: Final = 50
 _PREFIX_BLOCK_TOKENS: Final = 64
 _MOST_DRAWS: Final = 10_000
@@ -339,8 +339,8 @@ def _fit_empirical(pairs: Sequence[tuple[int, int]]) -> dict[str, Any]:
         found.append(
             {
                 "share": _digits(len(part) / len(ordered), 6),
-                "prompt_tokens": _quantiles(prompts, 3),
-                "output_tokens": _quantiles([output for _, output in part], _OUTPUT_POINTS),
+                "prompt_tokens": _quantiles(prompts, _POINTS),
+                "output_tokens": _quantiles([output for _, output in part], _POINTS),
             }
         )
     return {"form": "empirical", "bins": found}
@@ -377,9 +377,9 @@ def _fit_sessions(sessions: Sequence[Sequence[TraceRequest]]) -> dict[str, Any]:
     if not added:
         raise ConfigError("every session has one call: give one line per request instead")
     return {
-        "calls": _quantiles([len(calls) for calls in sessions], _OUTPUT_POINTS),
-        "added_tokens": _quantiles(added, _OUTPUT_POINTS),
-        "think_ms": _quantiles(think_ms, _OUTPUT_POINTS),
+        "calls": _quantiles([len(calls) for calls in sessions], _POINTS),
+        "added_tokens": _quantiles(added, _POINTS),
+        "think_ms": _quantiles(think_ms, _POINTS),
     }
 
 

@@ -32,6 +32,8 @@ _COUNT = click.IntRange(min=1)
 @click.option("--router", default="least_loaded", show_default=True, help="Between instances.")
 @click.option("--bundle-root", type=_FILE, help="Folder of bundles.  [default: profiler/perf-native]")
 @click.option("--allow-extrapolation", is_flag=True, help="Price shapes outside the tables too, and count them.")
+@click.option("--allow-projected", is_flag=True, help="Take tables scaled from another GPU; marked so everywhere.")
+@click.option("--pipelines", is_flag=True, help="Search splits with pipeline stages, too; takes longer.")
 @click.option("--prices", type=_FILE, help="Price file; adds cost columns.")
 @click.option("--workers", type=_COUNT, help="Searches at a time.  [default: the CPUs]")
 @click.option("--output", "folder", type=_FILE, required=True, help="Folder of results, for report; resumed if there.")
@@ -58,6 +60,8 @@ def command(
     router: str,
     bundle_root: Path | None,
     allow_extrapolation: bool,
+    allow_projected: bool,
+    pipelines: bool,
     prices: Path | None,
     workers: int | None,
     folder: Path,
@@ -100,6 +104,8 @@ def command(
         slo=slo_of(bounds | {"percentile": percentile, "goodput_share": goodput_share}, "SLO"),
         bundle_root=bundle_root or default_bundle_root(),
         allow_extrapolation=allow_extrapolation,
+        allow_projected=allow_projected,
+        pipelines=pipelines,
     )
     paid = read_prices(prices) if prices else None
     with progress_bar("searches") as progress:

@@ -10,6 +10,7 @@ _STYLE = """
 :root { color-scheme: light; }
 * { box-sizing: border-box; }
 body { font: 16px/1.5 system-ui, sans-serif; color: #1c2430; margin: 0 auto; padding: 1rem; max-width: 70rem; }
+h1, h2, p { overflow-wrap: anywhere; }
 h1 { font-size: 1.3rem; margin: 0 0 .6rem; }
 h2 { font-size: 1.1rem; margin: 2rem 0 .4rem; }
 .verdict { border-left: 5px solid #1f5fa8; background: #eef3f9; padding: .7rem 1rem; }

@@ -4,8 +4,8 @@ import math
 from collections.abc import Sequence
 from typing import Any, Final
 
-from profiler.core.errors import SparsightError
 from profiler.core.bundle import find_bundle
+from profiler.core.errors import SparsightError
 from profiler.core.load import read_mapping
 from profiler.core.registry import load_model
 from profiler.core.stack import fold
@@ -18,7 +18,7 @@ from serving.metrics import PERCENTS, summary
 from serving.pricing import kernel_watts, step_joules
 from serving.result import Deployment, Result
 from serving.sweeps.points import Job, kind_of
-from serving.sweeps.slo import judge, percentile_of
+from serving.sweeps.slo import arrived_ns, judge, percentile_of
 from serving.sweeps.traffic import open_traffic
 
 _SERIES_POINTS: Final = 120
@@ -36,6 +36,7 @@ def measured(job: Job) -> dict[str, Any]:
             trace,
             bundle_root=job.bundle_root,
             allow_extrapolation=job.allow_extrapolation,
+            allow_projected=job.allow_projected,
             seed=job.seed,
         )
         row |= result_columns(job, result)
@@ -112,7 +113,7 @@ def _finite(value: float) -> float | None:
 
 def _detail(job: Job, result: Result) -> dict[str, Any]:
     detail: dict[str, Any] = {"cdf_percents": list(_CDF_PERCENTS), "cdf_ms": _curves(result), "series": series(result)}
-    if job.steps:
+    if job.steps and job.layout.parallel.pp == 1:
         detail["steps"] = _steps(job, result)
     return detail
 
@@ -123,8 +124,8 @@ def _curves(result: Result) -> dict[str, list[float]]:
     for asked, got in zip(result.trace.requests, result.records, strict=True):
         if got.outcome != "finished" or got.first_token_ns is None or got.finish_ns is None:
             continue
-        ttft.append((got.first_token_ns - asked.arrival_ns) / NS_PER_MS)
-        e2e.append((got.finish_ns - asked.arrival_ns) / NS_PER_MS)
+        ttft.append((got.first_token_ns - arrived_ns(asked, got)) / NS_PER_MS)
+        e2e.append((got.finish_ns - arrived_ns(asked, got)) / NS_PER_MS)
         if asked.output_tokens > 1:
             tpot.append((got.finish_ns - got.first_token_ns) / (asked.output_tokens - 1) / NS_PER_MS)
     named = {"ttft": ttft, "tpot": tpot, "e2e": e2e}
@@ -157,11 +158,11 @@ def series(result: Result) -> dict[str, list[float]]:
     for asked, got in rows:
         assert got.scheduled_ns is not None and got.first_token_ns is not None and got.finish_ns is not None
         width = max(1, end_ns - start_ns)
-        first = -(-(asked.arrival_ns - start_ns) * _SERIES_POINTS // width)
+        first = -(-(arrived_ns(asked, got) - start_ns) * _SERIES_POINTS // width)
         last = (got.finish_ns - start_ns) * _SERIES_POINTS // width
         for place in range(max(0, first), min(last, _SERIES_POINTS) + 1):
             at = times[place]
-            if at < asked.arrival_ns or at >= got.finish_ns:
+            if at < arrived_ns(asked, got) or at >= got.finish_ns:
                 continue
             if at < got.scheduled_ns:
                 waiting[place] += 1
@@ -183,7 +184,7 @@ def series(result: Result) -> dict[str, list[float]]:
 def _steps(job: Job, result: Result) -> dict[str, Any]:
     """The price lists of two steps of the first instance: a decode step at the run's mean batch and length, and a
     full prefill chunk of the longest prompt seen, no longer than the token budget. Microseconds."""
-    deployed = deploy(job.cluster.instances[0], 0, job.bundle_root, job.allow_extrapolation)
+    deployed = deploy(job.cluster.instances[0], 0, job.bundle_root, job.allow_extrapolation, job.allow_projected)
     limits = deployed.deployment.limits
     ranks = len(deployed.groups[0].engines)
     engines = sum(len(one.engines) for one in result.deployments)

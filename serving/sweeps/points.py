@@ -19,7 +19,7 @@ from serving.placement import MAX_GPUS, Placement, place, splits
 from serving.sweeps.slo import Slo
 from serving.sweeps.spec import LimitSet, Sweep
 
-Kind = Literal["illegal", "not launchable", "capacity", "coverage", "unsupported", "contract", "input"]
+Kind = Literal["illegal", "not launchable", "capacity", "coverage", "left out", "contract", "input"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +98,7 @@ class Job:
     slo: Slo | None
     bundle_root: Path
     allow_extrapolation: bool
+    allow_projected: bool = False
     steps: bool = False
 
     @property
@@ -145,7 +146,11 @@ def layouts(sweep: Sweep) -> Iterator[Candidate | Refused]:
         for split in _splits(sweep, spec, gpus):
             layout = Layout(named[id(spec)], card.name, split, kv_dtype, utilization, limits)
             yield judge_layout(
-                layout, spec, card, not_launchable=sweep.placements == "all", replays=sweep.mode == "replay"
+                layout,
+                spec,
+                card,
+                not_launchable=sweep.placements == "all",
+                pipelines=sweep.pipelines or sweep.mode == "screen",
             )
 
 
@@ -157,10 +162,10 @@ def _splits(sweep: Sweep, spec: ModelSpec, gpus: int) -> Iterator[Parallel]:
 
 
 def judge_layout(
-    layout: Layout, spec: ModelSpec, card: Hardware, *, not_launchable: bool = False, replays: bool = True
+    layout: Layout, spec: ModelSpec, card: Hardware, *, not_launchable: bool = False, pipelines: bool = True
 ) -> Candidate | Refused:
-    """Whether a layout may run. not_launchable: take splits that vLLM does not offer, too. replays: it has to be one
-    that the replay supports."""
+    """Whether a layout may run. not_launchable: take splits that vLLM does not offer, too. pipelines: and
+    splits with pipeline stages."""
     if rules := broken_rules(spec, layout.parallel):
         return Refused(layout, "illegal", "; ".join(rules))
     try:
@@ -180,8 +185,10 @@ def judge_layout(
         return Refused(layout, "capacity", placed.reason, placed.suggestion, placed)
     if not is_launchable(layout.parallel) and not not_launchable:
         return Refused(layout, "not launchable", "vLLM does not offer this split", None, placed)
-    if replays and layout.parallel.pp > 1:
-        return Refused(layout, "unsupported", "pipeline parallel replay is not supported", None, placed)
+    if not pipelines and layout.parallel.pp > 1:
+        return Refused(
+            layout, "left out", "pipeline stages are replayed only where asked for (pipelines)", None, placed
+        )
     return Candidate(layout, placed)
 
 
@@ -204,6 +211,7 @@ def jobs(sweep: Sweep, candidates: list[Candidate]) -> list[Job]:
             Job(
                 candidate.layout, replicas, sweep.router, sweep.workload, sha256, sweep.requests, rate, seed, sweep.slo,
                 sweep.bundle_root, sweep.allow_extrapolation,
+                sweep.allow_projected,
             )
             for rate, seed in product(sorted(sweep.rates_per_s), sweep.seeds)
         ]  # fmt: skip

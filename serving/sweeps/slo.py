@@ -7,7 +7,9 @@ from typing import Any, Final
 
 from profiler.core.errors import ConfigError, unknown
 from profiler.core.units import NS_PER_MS, NS_PER_S
+from serving.core.runlog import RequestRecord
 from serving.result import Result
+from serving.traces import TraceRequest
 
 LATENCIES: Final = ("ttft_ms", "tpot_ms", "itl_ms", "e2e_ms")
 _KEYS: Final = (*LATENCIES, "percentile", "goodput_share")
@@ -113,11 +115,16 @@ def _latencies_ms(result: Result) -> Iterator[dict[str, float]]:
             continue
         decoded = asked.output_tokens - 1
         yield {
-            "ttft_ms": (got.first_token_ns - asked.arrival_ns) / NS_PER_MS,
+            "ttft_ms": (got.first_token_ns - arrived_ns(asked, got)) / NS_PER_MS,
             "tpot_ms": (got.finish_ns - got.first_token_ns) / decoded / NS_PER_MS if decoded else 0.0,
             "itl_ms": (got.itl_p99_ns or 0) / NS_PER_MS,
-            "e2e_ms": (got.finish_ns - asked.arrival_ns) / NS_PER_MS,
+            "e2e_ms": (got.finish_ns - arrived_ns(asked, got)) / NS_PER_MS,
         }
+
+
+def arrived_ns(asked: TraceRequest, got: RequestRecord) -> int:
+    """When a request arrived: the trace's time, or for a later call of a session when it was released."""
+    return asked.arrival_ns if got.arrival_ns is None else got.arrival_ns
 
 
 def _attained_ms(slo: Slo, name: str, rows: Sequence[Mapping[str, float]], result: Result) -> float:

@@ -18,6 +18,8 @@ seeds: [1, 2, 3]
 slo: {ttft_ms: 2000, tpot_ms: 60, percentile: 99}
 bundle_root: bundles             relative to this file; default: the shipped one
 allow_extrapolation: false
+allow_projected: false           take tables that were scaled from another GPU; marked everywhere
+pipelines: false                 replay splits with pp > 1, too, which takes longer
 """
 
 from collections.abc import Sequence
@@ -66,6 +68,8 @@ class SweepFile(Strict):
     slo: dict[str, Any] | None = None
     bundle_root: str | None = None
     allow_extrapolation: bool = False
+    allow_projected: bool = False
+    pipelines: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +103,8 @@ class Sweep:
     slo: Slo | None
     bundle_root: Path
     allow_extrapolation: bool
+    allow_projected: bool = False
+    pipelines: bool = False
 
 
 _REPLAY_ONLY = ("workload", "requests", "rates_per_s", "seeds", "slo")
@@ -149,6 +155,8 @@ def read_sweep(path: Path) -> Sweep:
         slo=slo_of(file.slo, f"{path}: slo") if file.slo is not None else None,
         bundle_root=root / file.bundle_root if file.bundle_root else default_bundle_root(),
         allow_extrapolation=file.allow_extrapolation,
+        allow_projected=file.allow_projected,
+        pipelines=file.pipelines,
     )
 
 

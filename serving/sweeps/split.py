@@ -26,11 +26,12 @@ def split_ratio(job: Job, traffic: Traffic, bundle_root: Path) -> Split | None:
     """From the tables, at the mean lengths of the job's requests: prefill works off prompts chunk by chunk; decode runs
     the largest batch whose step keeps the TPOT bound and whose KV fits. Transfers of KV and queueing are left out.
 
-    None without a TPOT bound, or where a single decoding request breaks it. Raises CoverageError beyond the tables.
+    None without a TPOT bound, with pipeline stages, or where a single decoding request breaks the bound. Raises
+    CoverageError beyond the tables.
     """
-    if job.slo is None or job.slo.tpot_ms is None:
+    if job.slo is None or job.slo.tpot_ms is None or job.layout.parallel.pp > 1:
         return None
-    deployed = deploy(job.cluster.instances[0], 0, bundle_root, job.allow_extrapolation)
+    deployed = deploy(job.cluster.instances[0], 0, bundle_root, job.allow_extrapolation, job.allow_projected)
     one, cost, ranks = deployed.deployment, deployed.table_cost, len(deployed.groups[0].engines)
     engines = len(one.engines)
     rows = traffic.at(None, job.seed, job.requests).requests

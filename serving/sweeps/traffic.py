@@ -30,10 +30,11 @@ class Traffic:
         return len(self.trace.requests) if self.trace else None
 
     def at(self, rate_per_s: float | None, seed: int, rows: int) -> Trace:
-        """`rows` requests at a mean rate; None keeps the source's own. Equal arguments give equal requests.
+        """`rows` requests (sessions, of a description that has them) at a mean rate of arrivals.
 
+        rate_per_s None keeps the source's own, 0 lets all arrive at once. Equal arguments give equal requests.
         Of a trace, seed 0 is its first rows in their order; any other seed draws runs of 50 rows from it with their
-        gaps (circular block bootstrap), which keeps bursts and neighbours together. rate 0 lets all arrive at once.
+        gaps (circular block bootstrap), which keeps bursts and neighbours together.
         Raises ConfigError when seed 0 asks for more rows than the trace has.
         """
         if self.description is not None:
@@ -57,17 +58,18 @@ class Traffic:
                     "leave out seed 0: other seeds draw from the trace as often as needed"
                 )
             return tuple(own[:rows])
+        if any(row.call_index is not None for row in own):
+            raise ConfigError(
+                f"{self.path}: agentic sessions are not drawn from, only replayed as they are: use seed 0"
+            )
         return _resampled(own, seed, rows)
 
 
 def open_traffic(path: Path) -> Traffic:
     """A trace of any format, or a YAML workload description. Raises ConfigError for either one's faults."""
     if is_description(path):
-        description = read_description(path)
-        if description.file.sessions:
-            raise ConfigError(f"{path}: sessions, whose calls wait for the calls before them, are not replayed")
-        return Traffic(path, None, description)
-    return Traffic(path, read_trace(path), None)
+        return Traffic(path, None, read_description(path))
+    return Traffic(path, read_trace(path, sessions=True), None)
 
 
 def _resampled(own: Sequence[TraceRequest], seed: int, rows: int) -> tuple[TraceRequest, ...]:
