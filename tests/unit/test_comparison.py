@@ -1,13 +1,15 @@
 import json
+import re
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from plotly.offline import get_plotlyjs
 
 from profiler.core.errors import ConfigError
 from serving.commands.compare import command as compare_command
 from serving.commands.retime import command as retime_command
-from serving.comparison import compare
+from serving.comparison import compare, compare_runs
 from serving.metrics import COLUMNS
 from serving.recorded import read_recorded
 
@@ -77,12 +79,17 @@ def test_counting_from_arrival(tmp_path: Path) -> None:
 def test_requests_are_paired_by_their_ids(tmp_path: Path, ids: tuple[str, ...]) -> None:
     both = read_recorded(recorded(tmp_path / "r"))
     plain = compare(run(tmp_path / "a.csv"), both)
-    assert compare(run(tmp_path / "b.csv", ids, order=(2, 0, 1)), both) == plain
+    found = compare(run(tmp_path / "b.csv", ids, order=(2, 0, 1)), both)
+    assert (found.figures, found.error_ms, found.load) == (plain.figures, plain.error_ms, plain.load)
+    assert [one.request_id for one in found.pairs] == list(ids), "in the recorded order"
 
 
 def test_other_ids_are_paired_by_row(tmp_path: Path) -> None:
     both = read_recorded(recorded(tmp_path / "r"))
-    assert compare(run(tmp_path / "a.csv", ("x", "y", "z")), both) == compare(run(tmp_path / "b.csv"), both)
+    named, numbered = (
+        compare(path, both) for path in (run(tmp_path / "a.csv", ("x", "y", "z")), run(tmp_path / "b.csv"))
+    )
+    assert (named.figures, named.error_ms) == (numbered.figures, numbered.error_ms)
     with pytest.raises(ConfigError, match=r"request z has 30 tokens in and 5 out.*b-0 10 and 3"):
         compare(run(tmp_path / "a.csv", ("x", "y", "z"), order=(2, 0, 1)), both)
 
@@ -95,6 +102,10 @@ def test_runs_that_cannot_be_compared_are_refused(tmp_path: Path) -> None:
         compare(run(tmp_path / "a.csv", outcome="rejected"), both)
     with pytest.raises(ConfigError, match=r"a\.csv:2: times and counts must be integers"):
         compare(run(tmp_path / "a.csv", finish_ns="1.5"), both)
+    with run(tmp_path / "a.csv").open("a") as stream:
+        stream.write("1,2\n")
+    with pytest.raises(ConfigError, match=r"a\.csv:5: 2 cells, a row has 16"):
+        compare(tmp_path / "a.csv", both)
     (tmp_path / "b.csv").write_text("a,b\n")
     with pytest.raises(ConfigError, match=r"b\.csv:1: not the CSV of a replay"):
         compare(tmp_path / "b.csv", both)
@@ -124,3 +135,112 @@ def test_retime_writes_a_trace(tmp_path: Path) -> None:
     assert times == [0, 50 * MS, 60 * MS]
     with pytest.raises(ConfigError, match="overwrite"):
         CliRunner().invoke(retime_command, [str(source), folder, str(source)], catch_exceptions=False)
+
+
+def other(path: Path, **changes: str) -> Path:
+    """SIMULATED with every time since arrival doubled, rows in reverse."""
+    plain = run(path, order=(2, 1, 0)).read_text().splitlines()
+    lines = [plain[0]]
+    for text in plain[1:]:
+        row = dict(zip(COLUMNS, text.split(","), strict=True))
+        for name in ("queued_ns", "scheduled_ns", "first_token_ns", "finish_ns"):
+            row[name] = str(2 * int(row[name]) - int(row["arrival_ns"]))
+        lines.append(",".join((row | (changes if row["request_id"] == "1" else {})).values()))
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def test_two_runs_by_hand(tmp_path: Path) -> None:
+    found = compare_runs(run(tmp_path / "a.csv"), other(tmp_path / "b.csv"))
+    by = figures(found)
+    assert by["ttft", "mean"] == pytest.approx(((90 + 250 + 445) / 3, 2 * (90 + 250 + 445) / 3))
+    assert by["tpot", "mean"] == pytest.approx(((80 + 125) / 2, 80 + 125))
+    assert by["latency", "p50"] == pytest.approx((250, 500))
+    assert found.error_ms["ttft"] == pytest.approx((90 + 250 + 445) / 3)
+    assert all(one.difference_percent == pytest.approx(-50) for one in found.figures if one.metric != "makespan")
+    assert (found.requests, found.load, found.left_out) == (3, None, 0)
+    assert [(one.request_id, one.start_s) for one in found.pairs] == [("0", 0.0), ("1", 0.05), ("2", 0.055)]
+    since_queued = compare_runs(tmp_path / "a.csv", tmp_path / "b.csv", since="queued")
+    assert figures(since_queued)["ttft", "mean"][0] == pytest.approx((90 + 240 + 440) / 3)
+
+
+def test_a_run_equals_itself(tmp_path: Path) -> None:
+    found = compare_runs(run(tmp_path / "a.csv"), run(tmp_path / "b.csv", order=(1, 2, 0)))
+    assert {one.difference_percent for one in found.figures} == {0.0}
+    assert set(found.error_ms.values()) == {0.0}
+
+
+def test_requests_that_did_not_finish_in_both_runs_are_left_out(tmp_path: Path) -> None:
+    found = compare_runs(run(tmp_path / "a.csv"), other(tmp_path / "b.csv", outcome="rejected", finish_ns=""))
+    assert (found.requests, found.left_out) == (2, 1)
+    assert [one.request_id for one in found.pairs] == ["0", "2"]
+    with pytest.raises(ConfigError, match="no request finished in both"):
+        compare_runs(run(tmp_path / "c.csv", outcome="unfinished"), tmp_path / "b.csv")
+
+
+def test_two_runs_of_other_requests_are_refused(tmp_path: Path) -> None:
+    first = run(tmp_path / "a.csv")
+    with pytest.raises(ConfigError, match=r"only .*a\.csv has request '2' \(1 such requests\)"):
+        compare_runs(first, run(tmp_path / "b.csv", order=(0, 1)))
+    with pytest.raises(
+        ConfigError, match=r"a\.csv:3 and .*b\.csv:3: request '1' has 20 tokens in and 1 out in one, 21"
+    ):
+        compare_runs(first, other(tmp_path / "b.csv", prompt_tokens="21"))
+    with pytest.raises(ConfigError, match="appears twice"):
+        compare_runs(first, run(tmp_path / "b.csv", ids=("0", "0", "2")))
+
+
+def invoke(*arguments: object) -> str:
+    return CliRunner().invoke(compare_command, list(map(str, arguments)), catch_exceptions=False).stdout
+
+
+def test_command_compares_two_runs(tmp_path: Path) -> None:
+    pair = run(tmp_path / "a.csv"), other(tmp_path / "b.csv", outcome="rejected")
+    table = invoke(*pair)
+    assert "2 requests of two replays, since arrival" in table
+    assert "did not finish in both: 1" in table and "-50.00 %" in table
+    assert "tpot,mean,102.500000,205.000000,-50.000000" in invoke(*pair, "--format", "csv").splitlines()
+    parsed = json.loads(invoke(*pair, "--format", "json"))
+    assert parsed["figures"]["tpot"]["mean"] == pytest.approx(
+        {"first_ms": 102.5, "second_ms": 205.0, "difference_percent": -50.0}
+    )
+    assert parsed["requests_left_out"] == 1
+
+
+def drawn(page: str) -> list[list[dict[str, object]]]:
+    """The traces of every plot of the page, in order."""
+    decoder = json.JSONDecoder()
+    return [
+        decoder.raw_decode(page, found.end() - 1)[0] for found in re.finditer(r'"(?:ttft|tpot|latency)\d",\s*\[', page)
+    ]
+
+
+def test_the_page_draws_every_pair_and_escapes_what_files_say(tmp_path: Path) -> None:
+    evil = "<script>alert(1)</script>"
+    ids = (evil, "1", "2")
+    source = run(tmp_path / "a&<b>.csv", ids)
+    page = tmp_path / "page.html"
+    invoke(source, run(tmp_path / "b.csv", ids, order=(2, 1, 0)), "--html", page)
+    text = page.read_text()
+    assert evil not in text and "&lt;script&gt;alert(1)" in text.replace("\\u0026", "&").replace("\\u003c", "<")
+    assert "a&amp;&lt;b&gt;.csv" in text and "a&<b>.csv" not in text
+    assert not re.search(r"<(script|link|img)[^>]+(src|href)=", text.replace(get_plotlyjs(), "")), "nothing is fetched"
+    plots = drawn(text)
+    assert len(plots) == 9, "a scatter, the distributions and the errors of three metrics"
+    scatter, distributions, errors = plots[:3]
+    assert scatter[1]["x"] == scatter[1]["y"] == pytest.approx([90, 250, 445])
+    assert [trace["x"] for trace in distributions] == [pytest.approx([90, 250, 445])] * 2
+    assert distributions[0]["y"] == pytest.approx([1 / 3, 2 / 3, 1])
+    assert (errors[0]["x"], errors[0]["y"]) == (pytest.approx([0, 0.05, 0.055]), pytest.approx([0, 0, 0]))
+
+
+def test_the_page_of_a_recorded_run(tmp_path: Path) -> None:
+    page = tmp_path / "new" / "page.html"
+    invoke(run(tmp_path / "run.csv"), recorded(tmp_path / "r"), "--html", page)
+    scatter, _, errors = drawn(page.read_text())[:3]
+    assert (scatter[1]["x"], scatter[1]["y"]) == (pytest.approx([100, 200, 440]), pytest.approx([90, 240, 440]))
+    assert errors[0]["y"] == pytest.approx([-10, 40, 0])
+    assert "acme/Tiny, vLLM 0.0" in page.read_text()
+    for path, message in ((tmp_path / "run.csv", "would overwrite an input"), (tmp_path, "is a folder")):
+        with pytest.raises(ConfigError, match=message):
+            invoke(tmp_path / "run.csv", tmp_path / "r", "--html", path)
