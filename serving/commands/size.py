@@ -115,7 +115,7 @@ def command(
     if not found.met:
         raise CapacityError(found.verdict[0])
     answer = read_results(folder)[0]["size"]
-    print_tables(found.verdict, answer["text"], answer["tables"], sys.stdout)
+    print_tables(found.verdict, answer["text"], [*answer["tables"], answer["front"]], sys.stdout)
     print_results([row for row in found.rows if row["status"] != "limit"], sys.stdout)
 
 

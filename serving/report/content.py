@@ -140,9 +140,9 @@ def _capacity_section(lines: Sequence[Mapping[str, Any]], done: Sequence[Row], w
         ]
         if with_slo:
             rate = line["highest_rate_per_s"]
-            cells.append("none" if rate is None else f"{rate:g}" + ("" if line["bounded"] else " or more"))
+            cells.append("none" if rate is None else f"{rate:.4g}" + ("" if line["bounded"] else " or more"))
         cells += [
-            f"{line['rate_per_s']:g}", _number(line["output_tokens_per_s"], 0),
+            f"{line['rate_per_s']:.4g}", _number(line["output_tokens_per_s"], 0),
             _number(line["output_tokens_per_s_per_gpu"], 1),
             _number(line["user_tokens_per_s"], 1), _number(line["ttft_ms_p50"], 0), _number(line["ttft_ms_p99"], 0),
             _number(line["tpot_ms_p50"], 1), _number(line["tpot_ms_p99"], 1),
@@ -194,7 +194,7 @@ def _pareto_section(done: Sequence[Row]) -> Section:
                 "type": "scatter", "mode": "markers", "name": label(group[0], done),
                 "x": [_short(row["user_tokens_per_s"]) for row in known],
                 "y": [_short(row["output_tokens_per_s_per_gpu"]) for row in known],
-                "text": [f"{row['rate_per_s']:g} requests/s, seed {row['seed']}" for row in known],
+                "text": [f"{row['rate_per_s']:.4g} requests/s, seed {row['seed']}" for row in known],
                 "marker": {"size": 7, "color": _colour(number), "symbol": number % 8},
             }
         )  # fmt: skip
@@ -208,7 +208,7 @@ def _pareto_section(done: Sequence[Row]) -> Section:
     layout = _axes("output tokens/s of a user (1 / TPOT p50)", "output tokens/s per GPU") | {"legendRows": len(traces)}
     columns = ("layout", "requests/s", "tok/s of a user", "out tok/s per GPU")
     table = Table(columns, tuple(
-        (label(row, done), f"{row['rate_per_s']:g}", _number(row["user_tokens_per_s"], 1),
+        (label(row, done), f"{row['rate_per_s']:.4g}", _number(row["user_tokens_per_s"], 1),
          _number(row["output_tokens_per_s_per_gpu"], 1))
         for row in front
     ), frozenset((1, 2, 3)))  # fmt: skip
@@ -350,6 +350,7 @@ def _provenance_section(
     columns = ("GPU", "model", "tables", "provenance", "measured with", "lookups beyond the tables")
     cells = tuple((*found[:5], f"{found[5]:,}") for found in provenance(done))
     text = ["Where the numbers come from. Projected tables are scaled from another card, not measured."]
+    text += [f"{name}: {note}." for name, note in header.get("projections", {}).items()]
     text += _energy(header.get("prices"), points, done)
     if prices := header.get("prices"):
         text.append(f"Prices: {prices['source']}.")
@@ -402,7 +403,7 @@ def _plain(value: Any) -> str:
 
 
 def _at(row: Row, rows: Sequence[Row]) -> str:
-    return f"{label(row, rows)} at {row['rate_per_s']:g}/s"
+    return f"{label(row, rows)} at {row['rate_per_s']:.4g}/s"
 
 
 def _axes(x: str, y: str) -> dict[str, Any]:

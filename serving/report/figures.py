@@ -171,13 +171,15 @@ def verdict(header: Mapping[str, Any], rows: Sequence[Row]) -> list[str]:
     if slo is None:
         return [
             f"Most output per GPU: {name}, {best_line['output_tokens_per_s_per_gpu']:,.1f} tokens/s per GPU at "
-            f"{best_line['rate_per_s']:g} requests/s.{mark}"
+            f"{best_line['rate_per_s']:.4g} requests/s.{mark}"
         ]
     if best_line["highest_rate_per_s"] is None:
         near = min(lines, key=lambda line: line["slo_worst_ratio"] or float("inf"))
         ratio = near["slo_worst_ratio"]
-        nearest = f"{label(near['row'], rows)} at {near['rate_per_s']:g} requests/s"
+        nearest = f"{label(near['row'], rows)} at {near['rate_per_s']:.4g} requests/s"
         excess = f", {ratio:.2f} times what is allowed" if ratio else ""
         return [f"No point keeps the SLO. Nearest: {nearest}, limited by {near['row']['slo_limiting']}{excess}.{mark}"]
     note = "" if best_line["bounded"] else " It is the highest rate that was run; the limit may lie above."
-    return [f"Highest rate per GPU within the SLO: {name}, {best_line['highest_rate_per_s']:g} requests/s.{mark}{note}"]
+    return [
+        f"Highest rate per GPU within the SLO: {name}, {best_line['highest_rate_per_s']:.4g} requests/s.{mark}{note}"
+    ]

@@ -34,8 +34,8 @@ def print_results(rows: Sequence[Mapping[str, Any]], stream: IO[str], verdict: S
             table.add_row(
                 label(line["row"], done),
                 str(line["row"]["gpus_total"]),
-                f"{line['rate_per_s']:g}",
-                "-" if line["highest_rate_per_s"] is None else f"{line['highest_rate_per_s']:g}",
+                f"{line['rate_per_s']:.4g}",
+                "-" if line["highest_rate_per_s"] is None else f"{line['highest_rate_per_s']:.4g}",
                 _number(line["output_tokens_per_s_per_gpu"], 1),
                 _number(line["user_tokens_per_s"], 1),
                 _number(line["ttft_ms_p99"], 0),

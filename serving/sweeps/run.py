@@ -9,7 +9,9 @@ from typing import Any, Literal
 from profiler import __version__
 from profiler.core.bundle import variants
 from profiler.core.errors import ConfigError
-from profiler.core.load import sha256_of
+from profiler.core.hardware import load_hardware
+from profiler.core.load import read_mapping, read_text, sha256_of
+from profiler.core.registry import load_model
 from serving.pricing import Prices, cost_columns
 from serving.sweeps.executor import Done, run_local, run_ray
 from serving.sweeps.measure import measured, point_columns
@@ -139,19 +141,42 @@ def _header(sweep: Sweep) -> dict[str, Any]:
         "sweep": asked,
         "workload_sha256": sha256_of(sweep.workload) if sweep.workload else None,
         "bundles": bundle_digests(sweep.bundle_root, sweep.hardware, sweep.models),
+        "projections": projections(sweep.bundle_root, sweep.hardware, sweep.models),
     }
 
 
 def bundle_digests(root: Path, hardware: Sequence[str], models: Sequence[str]) -> dict[str, str]:
     """sha256 of the meta.yaml of each bundle that may be used; it lists those of the tables."""
-    from profiler.core.hardware import load_hardware
-    from profiler.core.registry import load_model
+    return {name: sha256_of(meta) for name, meta in _metas(root, hardware, models)}
 
+
+def projections(root: Path, hardware: Sequence[str], models: Sequence[str]) -> dict[str, str]:
+    """Of each projected bundle that may be used: from where, and how far such a projection was off where it could be
+    checked (p10 to p90 of projected over measured times)."""
     found = {}
+    for name, meta in _metas(root, hardware, models):
+        if "projected" not in read_text(meta):
+            continue
+        content = read_mapping(meta)
+        if content.get("provenance") != "projected":
+            continue
+        note = content.get("projection") or {}
+        bands = []
+        for one in note.get("error_band") or []:
+            low, _, high = one["projected_over_measured"]["all all"]
+            bands.append(
+                f"for {one['model']} such a projection gave {low:g} to {high:g} times the measured times (p10 to p90)"
+            )
+        source = (note.get("from") or {}).get("hardware", "another GPU")
+        found[name] = f"projected from {source}; {'; '.join(bands) or 'how far that is off is not known'}"
+    return found
+
+
+def _metas(root: Path, hardware: Sequence[str], models: Sequence[str]) -> Iterator[tuple[str, Path]]:
     for card in hardware:
         for model in models:
             names = load_hardware(card).name, load_model(model).name
             for variant in variants(root, *names):
                 meta = root.joinpath(*names, variant, "meta.yaml")
-                found["/".join((*names, variant))] = sha256_of(meta) if meta.is_file() else "none"
-    return found
+                if meta.is_file():
+                    yield "/".join((*names, variant)), meta

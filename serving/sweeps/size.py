@@ -17,7 +17,7 @@ from serving.sweeps.intervals import mean_and_halfwidth
 from serving.sweeps.measure import measured
 from serving.sweeps.points import Candidate, Job, Refused, jobs, layouts, memory_columns
 from serving.sweeps.results import ANSWER, Journal, write_table
-from serving.sweeps.run import bundle_digests, default_workers, refused_row
+from serving.sweeps.run import bundle_digests, default_workers, projections, refused_row
 from serving.sweeps.search import Search, searched
 from serving.sweeps.spec import Sweep
 from serving.sweeps.split import split_ratio
@@ -127,6 +127,7 @@ def _header(sweep: Sweep, rate_per_s: float | None, tolerance: float) -> dict[st
         "sweep": asked | {"tolerance": tolerance},
         "workload_sha256": sha256_of(sweep.workload),
         "bundles": bundle_digests(sweep.bundle_root, sweep.hardware, sweep.models),
+        "projections": projections(sweep.bundle_root, sweep.hardware, sweep.models),
     }
 
 
@@ -278,9 +279,8 @@ def _answer(
     if rate_per_s is not None:
         tables.append(_needs_table(needs(limits, rate_per_s), rate_per_s))
     points = [row for row in rows if row["status"] == "done" and row.get("rate_per_s")]
-    tables.append(_front_table(points))
     text += _split_text(sweep, best)
-    return {"verdict": verdict, "text": text, "tables": tables}
+    return {"verdict": verdict, "text": text, "tables": tables, "front": _front_table(points)}
 
 
 def _unmet(sweep: Sweep, nearest: Mapping[str, Any] | None, rows: Sequence[Mapping[str, Any]]) -> str:

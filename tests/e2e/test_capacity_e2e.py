@@ -145,6 +145,36 @@ def test_prices_come_from_the_user_alone(swept, tmp_path):
         assert ("No prices were given" in text) == (not flags)
 
 
+def test_projected_tables_are_refused_unless_asked_for_and_marked_everywhere(tmp_path):
+    note = {"from": {"hardware": "B200"}, "to": {"hardware": "H200"}, "error_band": None}
+    priced.bundle(tmp_path / "bundles", provenance="projected", projection=note)
+    changes = {"placements": [{"dp": 8, "ep": 8}], "rates_per_s": [0.5], "seeds": [1]}
+    done = run("sweep", spec_of(tmp_path, tmp_path / "bundles", **changes), "--output", tmp_path / "no")
+    assert done.returncode == 0 and "--allow-projected" in done.stdout
+    assert {row["kind"] for row in rows_of(tmp_path / "no")} == {"contract"}
+    spec = spec_of(tmp_path, tmp_path / "bundles", **changes, allow_projected=True)
+    assert run("sweep", spec, "--output", tmp_path / "yes").returncode == 0
+    assert [row["provenance"] for row in rows_of(tmp_path / "yes")] == ["projected"]
+    for name in ("r.md", "r.html"):
+        assert run("report", tmp_path / "yes", "--output", tmp_path / name).returncode == 0
+        text = (tmp_path / name).read_text()
+        assert "Projected, not measured." in text and "ep8, projected" in text
+        assert "projected from B200; how far that is off is not known" in text
+    assert "Projected, not measured." in " ".join(run("report", tmp_path / "yes").stdout.split())
+
+
+def test_sessions_of_a_description_are_replayed(bundles, tmp_path):
+    trace = ROOT / "workloads" / "agentic_sessions.jsonl"
+    assert run("describe", "fit", trace, tmp_path / "workload.yaml").returncode == 0
+    changes = {"placements": [{"dp": 8, "ep": 8}], "rates_per_s": [0.5], "seeds": [1], "requests": 5}
+    spec = spec_of(tmp_path, bundles, workload="workload.yaml", **changes)
+    done = run("sweep", spec, "--output", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    (row,) = rows_of(tmp_path / "out")
+    assert row["status"] == "done" and int(row["finished"]) > 5  # calls, not sessions
+    assert int(row["prefix_hit_tokens"]) > 0
+
+
 def test_reports_of_nothing_are_refused(tmp_path):
     assert run("report", tmp_path).returncode == 2
     done = run("report", tmp_path, "--output", tmp_path / "r.pdf")
