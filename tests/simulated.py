@@ -80,10 +80,12 @@ def plain_engine(
     limits: Limits | None = None,
     cap_tokens: int | None = None,
     policy: str = "fcfs",
+    pipelined: bool = False,
 ) -> reference.engine.Engine:
     """An engine of the specification."""
     blocks = reference.blocks.BlockManager(num_blocks, block_tokens, prefix_caching)
-    return reference.engine.Engine(index, reference.scheduler.Scheduler(limits or SMALL, blocks, policy), cap_tokens)
+    scheduler = reference.scheduler.Scheduler(limits or SMALL, blocks, policy, pipelined)
+    return reference.engine.Engine(index, scheduler, cap_tokens)
 
 
 def plain_request(

@@ -28,6 +28,8 @@ class Request:
     decode_from: first step in which it runs as a decode. entry: changes whenever it leaves the decode set.
     chain: its blocks whose content the trace tells, of which the first `keyed` are findable. tail: its own blocks that
     stay findable after a preemption.
+    token_ns, in_flight: only in engines that schedule request by request (serving.core.walk): when each token was
+    emitted, None elsewhere; and whether a token is in flight.
     """
 
     __slots__ = (
@@ -42,6 +44,7 @@ class Request:
         "engine_index",
         "entry",
         "following",
+        "in_flight",
         "index",
         "keyed",
         "last_step",
@@ -60,6 +63,7 @@ class Request:
         "session",
         "short",
         "tail",
+        "token_ns",
         "tool_duration_ns",
     )
 
@@ -104,6 +108,8 @@ class Request:
         self.chain: list[Cached] = []
         self.keyed = 0
         self.tail: Cached | None = None
+        self.token_ns: list[int] | None = None
+        self.in_flight = False
 
     @property
     def peak_tokens(self) -> int:
