@@ -7,7 +7,6 @@ from pathlib import Path
 
 from profiler.core.errors import ConfigError
 from profiler.core.hardware import known_hardware, load_hardware
-from profiler.core.registry import load_model
 from profiler.core.types import Parallel
 from serving.api import replay
 from serving.backends import sends
@@ -16,7 +15,7 @@ from serving.collectives import Collectives, from_fitted_link, from_hardware
 from serving.config import Cluster, Instance
 from serving.core.shape import StepCost, StepShape
 from serving.cost.communication import Communication
-from serving.deployment import Deployed, deploy
+from serving.deployment import Deployed, deploy, instance_model
 from serving.explain import parse_rank
 from serving.explained import ranks_of
 from serving.routing import own_reach
@@ -69,14 +68,14 @@ def window(cluster: Cluster, trace: Path, bundle_root: Path, first: int, count: 
 
 def single(instance: Instance, batches: Sequence[str]) -> list[Step]:
     """The step whose ranks have these batches, as serving.explained reads them."""
-    spec = load_model(instance.model)
+    spec = instance_model(instance)
     cap = spec.indexer.attended_cap_tokens if spec.indexer else None
     return [ranks_of([parse_rank(text, cap) for text in batches], _group(instance).dp)]
 
 
 def export_steps(instance: Instance, steps: Sequence[Step], prefix: Path, bundle_root: Path) -> Exported:
     """Write the traces of the steps of one instance. Raises what serving.chakra.export and deploy raise."""
-    spec, parallel = load_model(instance.model), _group(instance)
+    spec, parallel = instance_model(instance), _group(instance)
     deployed: Deployed = deploy(instance, 0, bundle_root, False)
     sent = sends(instance.engine.all2all_backend)
     reach = own_reach(spec.moe, parallel.ep) if spec.moe and sent == "per_rank" else 1.0
@@ -85,7 +84,7 @@ def export_steps(instance: Instance, steps: Sequence[Step], prefix: Path, bundle
 
 
 def _group(instance: Instance) -> Parallel:
-    lockstep = load_model(instance.model).moe is not None and instance.parallel.dp > 1
+    lockstep = instance_model(instance).moe is not None and instance.parallel.dp > 1
     return instance.parallel if lockstep else replace(instance.parallel, dp=1)
 
 

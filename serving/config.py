@@ -6,6 +6,7 @@
         hardware: H200
         variant: null                     of the bundle; needed only where several exist
         replicas: 1                       independent copies of this instance
+        layers: null                      of the model, counted from the first; null for all
         parallel: {tp: 1, pp: 1, dp: 8, ep: 8}
         engine: {max_model_len: 81920}    EngineFile below names every key and its default
 
@@ -100,7 +101,7 @@ class Links:
 class Instance:
     """One deployment of a model: parallel.dp engines of parallel.tp x parallel.pp GPUs each.
 
-    memory and links are None where the hardware file has them.
+    memory and links are None where the hardware file has them. layers: only the first of the model, None for all.
     """
 
     model: str
@@ -111,6 +112,7 @@ class Instance:
     memory: PeerMemory | None = None
     links: Links | None = None
     routing: Routing = Routing()
+    layers: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +207,7 @@ class InstanceFile(Strict):
     hardware: str
     variant: str | None = None
     replicas: Count = 1
+    layers: Count | None = None
     parallel: ParallelFile = ParallelFile()
     engine: EngineFile = EngineFile()
     routing: RoutingFile = RoutingFile()
@@ -258,6 +261,7 @@ def _ours(path: Path, file: ClusterFile, overrides: Overrides) -> Cluster:
             parallel=Parallel(one.parallel.tp, one.parallel.pp, one.parallel.dp, one.parallel.ep),
             engine=replace(_settings(one.engine), **overrides.given()),
             routing=_routing(path, one.routing),
+            layers=one.layers,
         )
         for one in file.instances
         for _ in range(one.replicas)

@@ -12,7 +12,8 @@ from profiler.core.errors import CapacityError, ConfigError, ContractError
 from profiler.core.hardware import Hardware, known_hardware, load_hardware
 from profiler.core.kv import KvLayout, kv_layout
 from profiler.core.naming import variant_name
-from profiler.core.registry import load_model
+from profiler.core.registry import load_model, load_model_config, read_model
+from profiler.core.stack import cut
 from profiler.core.types import ModelSpec
 from profiler.core.units import GIB
 from profiler.core.weights import engine_weights
@@ -61,6 +62,19 @@ class _Kv:
     source: str
 
 
+def instance_model(instance: Instance) -> ModelSpec:
+    """The model that an instance runs: the named one, or its first `layers` layers between embedding and head.
+
+    Raises ConfigError for an unknown model, and for more layers than it has.
+    """
+    spec = load_model(instance.model)
+    if instance.layers is None or instance.layers == spec.num_layers:
+        return spec
+    if instance.layers > spec.num_layers:
+        raise ConfigError(f"layers is {instance.layers}; {spec.name} has {spec.num_layers}")
+    return read_model(spec.name, cut(spec, load_model_config(instance.model), instance.layers))
+
+
 def deploy(
     instance: Instance, first_engine: int, bundle_root: Path, allow_extrapolation: bool, allow_projected: bool = False
 ) -> Deployed:
@@ -70,7 +84,7 @@ def deploy(
     Raises ConfigError (unknown model or GPU, illegal split or setting), CoverageError (no bundle, missing table),
     ContractError (the bundle does not belong to this run) and CapacityError (it does not fit).
     """
-    spec = load_model(instance.model)
+    spec = instance_model(instance)
     hardware = None if instance.memory else load_hardware(instance.hardware)
     hardware_name = hardware.name if hardware else instance.hardware
     limits = _limits(instance.engine, spec, hardware)
@@ -123,6 +137,7 @@ def deploy(
         gate=instance.routing.gate,
         expert_placement=instance.routing.placement,
         all2all_backend=instance.engine.all2all_backend,
+        layers=instance.layers,
     )
     groups = _groups(deployment, spec, cost, instance.engine.dp_sync_interval)
     return Deployed(deployment, cost, groups, bundle.meta)

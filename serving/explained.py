@@ -6,13 +6,12 @@ from pathlib import Path
 
 from profiler.core.errors import ConfigError
 from profiler.core.hardware import known_hardware, load_hardware
-from profiler.core.registry import load_model
 from profiler.core.shard import describe
 from serving.backends import sends
 from serving.config import Instance
 from serving.core.shape import StepShape
 from serving.cost.bounds import Bounds
-from serving.deployment import deploy
+from serving.deployment import deploy, instance_model
 from serving.explain import Explanation, explain, parse_rank
 from serving.routing import own_reach
 
@@ -26,7 +25,7 @@ def explain_instance(
     the tables raise.
     """
     deployed = deploy(instance, 0, bundle_root, allow_extrapolation)
-    one, spec = deployed.deployment, load_model(instance.model)
+    one, spec = deployed.deployment, instance_model(instance)
     cap = spec.indexer.attended_cap_tokens if spec.indexer else None
     shapes = ranks_of([parse_rank(text, cap) for text in batches], one.parallel.dp if one.lockstep else 1)
     parallel = one.parallel if one.lockstep else replace(one.parallel, dp=1)

@@ -170,6 +170,7 @@ def _gap_spread(values: Sequence[int], counts: Sequence[int]) -> dict[str, float
 def _deployment(one: Deployment) -> dict[str, Any]:
     return {
         "model": one.model,
+        "layers": "all" if one.layers is None else one.layers,
         "hardware": one.hardware,
         "instance_ids": list(one.engines),
         "tp": one.parallel.tp,

@@ -25,7 +25,8 @@ class Deployment:
     """One instance of the cluster as it ran, with every setting resolved.
 
     engines: the instance_ids of its data-parallel ranks. lockstep: they step together. num_gpu_blocks (per rank)
-    includes the null block; block_tokens is the tokens of a sequence that one block stands for.
+    includes the null block; block_tokens is the tokens of a sequence that one block stands for. layers: only the first
+    of the model, None for all.
     """
 
     model: str
@@ -49,6 +50,7 @@ class Deployment:
     gate: str = "even"
     expert_placement: str = "linear"
     all2all_backend: str = "allgather_reducescatter"
+    layers: int | None = None
 
     @property
     def kv_tokens(self) -> int:

@@ -55,7 +55,8 @@ def _instance_lines(one: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     tables = one["tables"]
     blocks, tokens = one["num_gpu_blocks_per_rank"], one["kv_tokens_per_rank"]
     source = f"{one['kv_layout']}, from {one['num_gpu_blocks_source']}"
-    yield name, f"{one['model']} on {one['hardware']}, tp {one['tp']} pp {one['pp']} dp {one['dp']} ep {one['ep']}"
+    model = one["model"] if one["layers"] == "all" else f"{one['model']}, first {one['layers']} layers,"
+    yield name, f"{model} on {one['hardware']}, tp {one['tp']} pp {one['pp']} dp {one['dp']} ep {one['ep']}"
     yield "  KV per rank", f"{blocks:,} blocks of {one['block_tokens']}, {tokens:,} tokens ({source})"
     yield "  tables", f"{tables['provenance']}: {tables['hardware']}/{tables['variant']}, {tables['engine']}"
 
