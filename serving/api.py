@@ -18,6 +18,9 @@ from serving.routers import create_router
 from serving.traces import OnBadRow, Trace, TraceRequest, read_trace
 from serving.watch import Watch
 
+# Step ends are kept in 64 bits; the other half of their range is left for the run itself.
+LATEST_NS = 2**62
+
 Progress = Callable[[int, int, int], None]
 
 
@@ -161,14 +164,22 @@ def _made(trace: Trace, keys: Keys | None) -> Iterator[Request]:
 
 
 def _check_calls(trace: Trace) -> None:
-    """Refuse a call that does not stand behind the call before it."""
+    """Refuse a call that does not stand behind the call before it, and times that the simulated clock does not hold."""
     before: TraceRequest | None = None
+    least_ns = 0
     for row in trace.requests:
-        if row.call_index and (
-            before is None or (before.session_id, before.call_index) != (row.session_id, row.call_index - 1)
-        ):
+        if row.call_index:
+            if before is None or (before.session_id, before.call_index) != (row.session_id, row.call_index - 1):
+                raise ConfigError(
+                    f"request {row.request_id}: call {row.call_index} of session {row.session_id!r} must follow its "
+                    f"call {row.call_index - 1} in the trace"
+                )
+            least_ns += row.tool_duration_ns
+        else:
+            least_ns = row.arrival_ns
+        if least_ns > LATEST_NS:
             raise ConfigError(
-                f"request {row.request_id}: call {row.call_index} of session {row.session_id!r} must follow its call "
-                f"{row.call_index - 1} in the trace"
+                f"request {row.request_id}: arrives {least_ns:,} ns after the start of the trace or later; the "
+                f"simulated clock takes arrivals up to {LATEST_NS:,} ns, 146 years"
             )
         before = row

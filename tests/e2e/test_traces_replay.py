@@ -76,3 +76,16 @@ def test_calls_out_of_place_are_refused():
     for broken in (trace.requests[1:], trace.requests[:1] + trace.requests[2:]):
         with pytest.raises(ConfigError, match="must follow its call"):
             replay(CLUSTER, replace(trace, requests=broken))
+
+
+def test_times_beyond_the_simulated_clock_are_refused(tmp_path):
+    late = {"input_toks": 9, "output_toks": 2, "arrival_time_ns": 2**62 + 1}
+    call = {"input_toks": 9, "output_toks": 2, "tool_duration_ns": 2**61}
+    session = {"session_id": "s", "arrival_time_ns": 1, "sub_requests": [call, call, call]}
+    for row, name in ((late, "request 0"), (session, "request s/2")):
+        path = tmp_path / "trace.jsonl"
+        path.write_text(json.dumps(row) + "\n")
+        with pytest.raises(ConfigError, match=f"{name}: arrives 4,611,.* ns after the start"):
+            replay(CLUSTER, path)
+    path.write_text(json.dumps(session | {"sub_requests": [call, call]}) + "\n")
+    assert replay(CLUSTER, path).records[1].arrival_ns > 2**61
