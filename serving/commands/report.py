@@ -44,13 +44,16 @@ def command(results: Path, output: Path | None, prices: Path | None) -> None:
         points = [point | {"row": point["row"] | cost_columns(point["row"], paid)} for point in points]
     rows = [point["row"] for point in points]
     if output is None:
-        print_results(rows, sys.stdout, verdict(header, rows))
+        print_results([row for row in rows if row["status"] != "limit"], sys.stdout, verdict(header, rows))
         return
     if style == "csv":
         text = csv_text(rows)
     else:
         found = report_of(header, points)
         text = html_text(found) if style == "html" else markdown_text(found)
-    with atomic_write(output) as stream:
-        stream.write(text)
+    try:
+        with atomic_write(output) as stream:
+            stream.write(text)
+    except OSError as error:
+        raise ConfigError(f"--output: {output} cannot be written: {error.strerror}") from None
     click.echo(f"{output}: {len(text.encode()) / 1e6:.1f} MB", err=True)

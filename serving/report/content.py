@@ -1,5 +1,6 @@
 """The content of a report: verdict, tables and plots, apart from how they are written."""
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -72,6 +73,7 @@ def report_of(header: Mapping[str, Any], points: Sequence[Mapping[str, Any]]) ->
         shown = _shown_points(points, lines)
         sections += [
             _capacity_section(lines, done, with_slo),
+            _launch_section(lines[0]["row"]),
             _pareto_section(done),
             _latency_section(shown, done),
             _queue_section(shown, done),
@@ -164,6 +166,29 @@ def _capacity_section(lines: Sequence[Mapping[str, Any]], done: Sequence[Row], w
     else:
         text.append("No prices were given, so there is no cost. Energy: see the provenance of the tables.")
     return Section("Capacity per layout", tuple(text), (Table(tuple(columns), tuple(rows), _right(columns)),))
+
+
+def _launch_section(row: Row) -> Section:
+    """The command that writes the engine's command for a layout, with every setting that the replay had."""
+    flags = {
+        "hardware": row["hardware"],
+        **{name: row[name] for name in ("tp", "pp", "dp", "ep")},
+        "max-model-len": row["max_model_len"],
+        "kv-dtype": row["kv_dtype"],
+        "utilization": f"{row['utilization']:g}",
+        "max-num-seqs": row["max_num_seqs"],
+        "max-num-batched-tokens": row["max_num_batched_tokens"],
+    }
+    words = ["python", "-m", "serving", "launch", str(row["model"])]
+    for name, value in flags.items():
+        words += [f"--{name}", str(value)]
+    text = [
+        "The engine command of the first layout above, checked against its memory, is written by:",
+        shlex.join(words),
+    ]
+    if row.get("risk"):
+        text.append(f"It needs --accept-risk: {row['risk']}.")
+    return Section("Start it", tuple(text))
 
 
 def _screen_section(rows: Sequence[Row]) -> Section:

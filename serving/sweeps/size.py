@@ -16,7 +16,7 @@ from serving.sweeps.executor import run_local
 from serving.sweeps.intervals import mean_and_halfwidth
 from serving.sweeps.measure import measured
 from serving.sweeps.points import Candidate, Job, Refused, jobs, layouts, memory_columns
-from serving.sweeps.results import ANSWER, Journal, write_table
+from serving.sweeps.results import ANSWER, Journal, disk_error, write_table
 from serving.sweeps.run import bundle_digests, default_workers, projections, refused_row
 from serving.sweeps.search import Search, searched
 from serving.sweeps.spec import Sweep
@@ -102,9 +102,12 @@ def size(
     if prices is not None:
         rows = tuple(row | cost_columns(row, prices) for row in rows)
     answer = _answer(sweep, limits, nearest, checked, rate_per_s, rows)
-    with atomic_write(folder / ANSWER) as stream:
-        json.dump(answer, stream, indent=2, allow_nan=False)
-        stream.write("\n")
+    try:
+        with atomic_write(folder / ANSWER) as stream:
+            json.dump(answer, stream, indent=2, allow_nan=False)
+            stream.write("\n")
+    except OSError as error:
+        raise disk_error(folder, error, len(rows)) from None
     write_table(folder, rows, "csv")
     return Sized(tuple(answer["verdict"]), bool(limits), rows)
 

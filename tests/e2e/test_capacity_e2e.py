@@ -112,6 +112,26 @@ def test_parquet_holds_the_same_rows(swept, bundles, tmp_path):
     assert [row["rate_per_s"] for row in table[1:]] == [float(row["rate_per_s"]) for row in rows_of(swept[0])[1:]]
 
 
+def test_a_ray_cluster_gives_the_same_table(bundles, tmp_path):
+    pytest.importorskip("ray", reason="the extra `ray` is not installed")
+    changes = {"placements": [{"dp": 8, "ep": 8}], "rates_per_s": [2.0], "seeds": [1, 2]}
+    spec = spec_of(tmp_path, bundles, **changes)
+    environment = {**ENVIRONMENT, "PYTHONWARNINGS": "ignore"}
+    for name, flags in (("ray", ("--executor", "ray")), ("process", ())):
+        command = ("sweep", str(spec), "--output", str(tmp_path / name), "--workers", "1", *flags)
+        done = subprocess.run(
+            [sys.executable, "-m", "serving", *command],
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+            env=environment,
+            timeout=240,
+        )
+        assert done.returncode == 0, done.stderr
+        assert "2 points run" in done.stderr
+    assert (tmp_path / "ray" / "results.csv").read_bytes() == (tmp_path / "process" / "results.csv").read_bytes()
+
+
 def test_the_screen_needs_no_tables(tmp_path):
     content = {"name": "s", "mode": "screen", "models": [MODEL], "hardware": ["H200", "H100"], "gpus": [8]}
     (tmp_path / "screen.yaml").write_text(yaml.safe_dump(content | {"placements": "all"}))
@@ -132,6 +152,12 @@ def test_markdown_and_csv_say_what_the_terminal_says(swept, tmp_path):
     for heading in ("Capacity per layout", "What was refused", "Provenance", "How far to trust it", "Inputs"):
         assert f"## {heading}" in text
     assert "Energy of a decoded token" in text
+    (command,) = re.findall(r"^python -m serving launch .*$", text.replace("\\", ""), re.MULTILINE)
+    started = run(*command.split()[3:], "--format", "json")
+    assert started.returncode == 0, started.stderr
+    words = json.loads(started.stdout)["command"]
+    assert words[words.index("--data-parallel-size") + 1] == "8"
+    assert words[words.index("--max-num-seqs") + 1] == str(LIMITS["max_num_seqs"])
     assert (tmp_path / "r.csv").read_text().count("\n") == len(rows_of(swept[0])) + 1
 
 
