@@ -70,7 +70,7 @@ def replay(
     if wrap_cost is not None:
         for group in groups:
             if isinstance(group, PipelineGroup):
-                raise ConfigError("the steps of a pipeline cannot be taken out of a replay; use an instance with pp 1")
+                raise ConfigError("steps of pipelines and steps with drafts cannot be taken out of a replay")
             group.cost = wrap_cost(group.cost)
 
     def observe(now_ns: int, group: AnyGroup) -> None:
@@ -100,7 +100,7 @@ def replay(
         trace=trace,
         records=tuple(log.records[index] for index in range(len(trace.requests))),
         gaps_ns=log.gaps(),
-        deployments=tuple(one.deployment for one in deployed),
+        deployments=tuple(one.after_run() for one in deployed),
         steps=sum(group.steps for group in groups),
         extrapolated_lookups=sum(one.cost.extrapolated.total() for one in deployed),
         seed=seed,

@@ -18,15 +18,17 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import Field, ValidationError
 
-from profiler.core.errors import ConfigError, unknown
+from profiler.core.errors import ConfigError
 from profiler.core.load import read_mapping
 from profiler.core.types import Parallel
 from serving.backends import DEFAULT, sends
+from serving.core.walk import Speculation
 from serving.policies import load_policy
 from serving.routers import create_router
+from serving.speculation import SpeculativeFile, speculation_of
+from serving.strict import Strict as Strict
 
 UNLIMITED = 2**31 - 1
 
@@ -42,6 +44,7 @@ class EngineSettings:
     async_scheduling: None is what the engine version does by default.
     step_overhead_us: device time per step that the tables do not contain; None is the value of the GPU's file.
     dp_sync_interval: steps between two agreements of a data-parallel group on whether any of its engines has work.
+    speculation: drafts of the model's own multi-token prediction, None without.
     """
 
     max_model_len_tokens: int | None
@@ -62,6 +65,7 @@ class EngineSettings:
     step_overhead_us: float | None = None
     all2all_backend: str = DEFAULT
     dp_sync_interval: int = 16
+    speculation: Speculation | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,21 +145,6 @@ class Overrides:
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
 
-class Strict(BaseModel):
-    """A part of a file: unknown keys and values of another type are refused."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _known_keys(cls, value: Any) -> Any:
-        for key in value if isinstance(value, Mapping) else ():
-            if key not in cls.model_fields:
-                message = str(unknown("key", str(key), cls.model_fields))
-                raise PydanticCustomError("unknown_key", "{message}", {"message": message})
-        return value
-
-
 File = TypeVar("File", bound=Strict)
 Count = Annotated[int, Field(ge=1)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -190,11 +179,12 @@ class EngineFile(Strict):
     all2all_backend: str = DEFAULT
     dp_sync_interval: Count = 16
     step_overhead_us: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    speculative: SpeculativeFile | None = None
 
 
 class RoutingFile(Strict):
     gate: str = "even"
-    options: dict[str, Annotated[float, Field(allow_inf_nan=False)]] = {}
+    options: dict[str, Annotated[float, Field(allow_inf_nan=False)]] = Field(default_factory=dict)
     counts: str | None = None
     picks: str | None = None
     placement: str = "linear"
@@ -259,7 +249,7 @@ def _ours(path: Path, file: ClusterFile, overrides: Overrides) -> Cluster:
             hardware=one.hardware,
             variant=one.variant,
             parallel=Parallel(one.parallel.tp, one.parallel.pp, one.parallel.dp, one.parallel.ep),
-            engine=replace(_settings(one.engine), **overrides.given()),
+            engine=replace(_settings(path, one.engine), **overrides.given()),
             routing=_routing(path, one.routing),
             layers=one.layers,
         )
@@ -282,7 +272,11 @@ def _routing(path: Path, routing: RoutingFile) -> Routing:
     )
 
 
-def _settings(engine: EngineFile) -> EngineSettings:
+def _settings(path: Path, engine: EngineFile) -> EngineSettings:
+    try:
+        speculation = speculation_of(engine.speculative, path.parent) if engine.speculative else None
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
     return EngineSettings(
         max_model_len_tokens=engine.max_model_len,
         max_num_batched_tokens=engine.max_num_batched_tokens,
@@ -302,6 +296,7 @@ def _settings(engine: EngineFile) -> EngineSettings:
         step_overhead_us=engine.step_overhead_us,
         all2all_backend=engine.all2all_backend,
         dp_sync_interval=engine.dp_sync_interval,
+        speculation=speculation,
     )
 
 
@@ -321,5 +316,12 @@ def _check(path: Path, cluster: Cluster) -> None:
                 f"{where}: async_scheduling with pp {one.parallel.pp}: pipelines compose steps ahead in their own way "
                 "(docs/guide/pipelines.md); leave it out"
             )
+        if engine.speculation and engine.async_scheduling:
+            raise ConfigError(
+                f"{where}: async_scheduling with speculative: steps with drafts are composed when the one before has "
+                "ended (docs/guide/speculative.md); leave it out"
+            )
+        if engine.speculation and one.parallel.pp > 1:
+            raise ConfigError(f"{where}: speculative with pp {one.parallel.pp} is not simulated; one of both")
         if engine.num_gpu_blocks is not None and engine.available_kv_gib is not None:
             raise ConfigError(f"{where}: give num_gpu_blocks or available_kv_gib, not both")

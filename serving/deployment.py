@@ -2,8 +2,9 @@
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,11 @@ from serving.core.scheduler import Limits, Scheduler
 from serving.core.walk import WalkEngine, WalkScheduler
 from serving.cost import PipelineCost, TableCost, build_cost, default_capture_sizes
 from serving.cost.build import build_pipeline
+from serving.cost.speculative import SpeculativeCost, build_speculative
 from serving.expert_load import routed_load
 from serving.policies import load_policy
 from serving.result import Deployment, Tables
+from serving.speculation import Verified, check_speculation, kernel_notes
 
 # First vLLM that schedules asynchronously unless told otherwise.
 _ASYNC_SINCE = (0, 14)
@@ -40,17 +43,28 @@ class Deployed:
     """A deployment with its cost and its engines, ready to run once. meta: of the bundle that prices it."""
 
     deployment: Deployment
-    cost: TableCost | PipelineCost
+    cost: TableCost | PipelineCost | SpeculativeCost
     groups: tuple[Group | PipelineGroup, ...]
     meta: Mapping[str, Any]
 
     @property
     def table_cost(self) -> TableCost:
-        """The cost of an instance that is one stage. Raises ConfigError for a pipeline."""
+        """The cost of an instance without stages or drafts. Raises ConfigError for others."""
         if isinstance(self.cost, PipelineCost):
             pp = self.deployment.parallel.pp
             raise ConfigError(f"pp {pp}: the step of a pipeline is not one list of kernels; use an instance with pp 1")
+        if isinstance(self.cost, SpeculativeCost):
+            raise ConfigError("speculative: a step with drafts is several passes; use an instance without")
         return self.cost
+
+    def after_run(self) -> Deployment:
+        """The deployment with what its engines counted."""
+        one = self.deployment
+        if one.verified is None:
+            return one
+        walks = [engine.walk for group in self.groups for engine in group.engines if isinstance(engine, WalkEngine)]
+        counts = tuple(map(sum, zip(*(walk.verifications for walk in walks), strict=True)))
+        return replace(one, verified=replace(one.verified, verifications=counts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +109,14 @@ def deploy(
         raise ContractError(f"{path}: {_projected_from(bundle)} --allow-projected takes them, marked so in the result.")
     kv = _kv(instance, spec, hardware, limits, bundle)
     lockstep = spec.moe is not None and instance.parallel.dp > 1
-    asynchronous = _asynchronous(instance.engine, bundle, instance.parallel.pp)
+    asynchronous = _asynchronous(instance, bundle)
     step_us, step_source = _step_overhead(instance, hardware)
     group = instance.parallel if lockstep else replace(instance.parallel, dp=1)
-    cost = (build_cost if group.pp == 1 else build_pipeline)(
+    speculation = instance.engine.speculation
+    if speculation is not None:
+        check_speculation(speculation, spec, limits.max_model_len_tokens)
+    queries = 1 + speculation.tokens if speculation else 1
+    cost = _pricing(instance)(
         bundle=bundle,
         spec=spec,
         parallel=group,
@@ -106,7 +124,7 @@ def deploy(
         max_num_batched_tokens=limits.max_num_batched_tokens,
         kv=kv.layout,
         collectives=from_fitted_link(instance.links) if instance.links else None,
-        capture_sizes=() if instance.engine.eager else default_capture_sizes(limits.max_num_seqs),
+        capture_sizes=() if instance.engine.eager else default_capture_sizes(limits.max_num_seqs * queries),
         host_us=instance.engine.host_overhead_us,
         host_overlaps=asynchronous or group.pp > 1,
         step_us=step_us,
@@ -138,6 +156,9 @@ def deploy(
         expert_placement=instance.routing.placement,
         all2all_backend=instance.engine.all2all_backend,
         layers=instance.layers,
+        verified=Verified(speculation, (), kernel_notes(speculation, spec, hardware.architecture if hardware else None))
+        if speculation
+        else None,
     )
     groups = _groups(deployment, spec, cost, instance.engine.dp_sync_interval)
     return Deployed(deployment, cost, groups, bundle.meta)
@@ -156,7 +177,7 @@ def _own_variant(
 
 
 def _groups(
-    one: Deployment, spec: ModelSpec, cost: TableCost | PipelineCost, sync_steps: int
+    one: Deployment, spec: ModelSpec, cost: TableCost | PipelineCost | SpeculativeCost, sync_steps: int
 ) -> tuple[Group | PipelineGroup, ...]:
     """The engines of a deployment, those in lockstep together."""
     cap = spec.indexer.attended_cap_tokens if spec.indexer else None
@@ -165,13 +186,25 @@ def _groups(
     def pool() -> BlockPool:
         return BlockPool(one.num_gpu_blocks, one.block_tokens, one.prefix_caching)
 
-    if isinstance(cost, PipelineCost):
+    if not isinstance(cost, TableCost):
+        speculation = one.verified.speculation if one.verified else None
+        pp = one.parallel.pp
         walking = [
-            WalkEngine(index, WalkScheduler(one.limits, pool(), policy, attended_cap_tokens=cap, pipelined=True))
+            WalkEngine(
+                index,
+                WalkScheduler(
+                    one.limits,
+                    pool(),
+                    policy,
+                    attended_cap_tokens=cap,
+                    pipelined=pp > 1,
+                    speculation=speculation,
+                ),
+            )
             for index in one.engines
         ]
         staged = [walking] if one.lockstep else [[engine] for engine in walking]
-        return tuple(PipelineGroup(some, cost, one.parallel.pp, sync_steps=sync_steps) for some in staged)
+        return tuple(PipelineGroup(some, cost, pp, sync_steps=sync_steps) for some in staged)
     engines = [
         Engine(
             index,
@@ -183,12 +216,21 @@ def _groups(
     return tuple(Group(some, cost, asynchronous=one.async_scheduling, sync_steps=sync_steps) for some in members)
 
 
-def _asynchronous(asked: EngineSettings, bundle: Bundle, pp: int) -> bool:
+def _pricing(instance: Instance) -> Callable[..., TableCost | PipelineCost | SpeculativeCost]:
+    if instance.engine.speculation is not None:
+        one = instance.engine.speculation
+        return partial(build_speculative, one.tokens, one.verify_as)
+    return build_cost if instance.parallel.pp == 1 else build_pipeline
+
+
+def _asynchronous(instance: Instance, bundle: Bundle) -> bool:
     """As asked; else on, which is vLLM's default since 0.14, unless the tables are of an older vLLM.
 
-    A pipeline has its batch queue instead: steps are composed while others run, on the tokens that are known.
+    A pipeline has its batch queue instead: steps are composed while others run, on the tokens that are known. Steps
+    with drafts are composed when the one before has ended.
     """
-    if pp > 1:
+    asked = instance.engine
+    if instance.parallel.pp > 1 or asked.speculation:
         return False
     if asked.async_scheduling is not None:
         return asked.async_scheduling
@@ -249,6 +291,7 @@ def _kv(instance: Instance, spec: ModelSpec, hardware: Hardware | None, limits: 
         max_num_seqs=limits.max_num_seqs,
         block_tokens=asked.block_tokens,
         available_kv_gib=asked.available_kv_gib,
+        mtp_layers=min(asked.speculation.tokens, spec.mtp_layers) if asked.speculation else 0,
     )
     if asked.num_gpu_blocks is not None:
         return _Kv(budget.layout, asked.num_gpu_blocks, "num_gpu_blocks")

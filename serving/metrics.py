@@ -14,6 +14,7 @@ from typing import IO, Any, Final
 from profiler.core.units import NS_PER_S
 from serving.core.runlog import RequestRecord, percentile
 from serving.result import Deployment, Result
+from serving.speculation import Verified
 from serving.traces import TraceRequest
 
 COLUMNS: Final = (
@@ -198,6 +199,7 @@ def _deployment(one: Deployment) -> dict[str, Any]:
         "gate": one.gate,
         "expert_placement": one.expert_placement,
         "all2all_backend": one.all2all_backend,
+        "speculative": _speculative(one.verified) if one.verified else None,
         "tables": {
             "hardware": one.tables.hardware,
             "model": one.tables.model,
@@ -205,4 +207,23 @@ def _deployment(one: Deployment) -> dict[str, Any]:
             "provenance": one.tables.provenance,
             "engine": one.tables.engine,
         },
+    }
+
+
+def _speculative(one: Verified) -> dict[str, Any]:
+    asked = one.speculation
+    counts = one.verifications
+    total = sum(counts)
+    return {
+        "tokens": asked.tokens,
+        "verify_as": asked.verify_as,
+        "seed": asked.acceptance.seed,
+        "asked_rates": [
+            {"up_to_context_tokens": end, "rates": list(rates)}
+            for end, rates in zip(asked.acceptance.up_to_tokens, asked.acceptance.rates, strict=True)
+        ],
+        "verifications": total,
+        "accepted_by_position": [sum(counts[i:]) / total for i in range(1, len(counts))] if total else None,
+        "mean_acceptance_length": one.mean_length,
+        "notes": list(one.notes),
     }

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from profiler.core.types import Parallel
 from serving.core.runlog import RequestRecord
 from serving.core.scheduler import Limits
+from serving.speculation import Verified
 from serving.traces import Trace
 
 
@@ -26,7 +27,7 @@ class Deployment:
 
     engines: the instance_ids of its data-parallel ranks. lockstep: they step together. num_gpu_blocks (per rank)
     includes the null block; block_tokens is the tokens of a sequence that one block stands for. layers: only the first
-    of the model, None for all.
+    of the model, None for all. verified: what came of speculative decoding, None without.
     """
 
     model: str
@@ -51,6 +52,7 @@ class Deployment:
     expert_placement: str = "linear"
     all2all_backend: str = "allgather_reducescatter"
     layers: int | None = None
+    verified: Verified | None = None
 
     @property
     def kv_tokens(self) -> int:

@@ -58,6 +58,10 @@ def _instance_lines(one: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     model = one["model"] if one["layers"] == "all" else f"{one['model']}, first {one['layers']} layers,"
     yield name, f"{model} on {one['hardware']}, tp {one['tp']} pp {one['pp']} dp {one['dp']} ep {one['ep']}"
     yield "  KV per rank", f"{blocks:,} blocks of {one['block_tokens']}, {tokens:,} tokens ({source})"
+    if drafts := one["speculative"]:
+        length = drafts["mean_acceptance_length"]
+        mean = "no verification" if length is None else f"{length:.2f} tokens per verification"
+        yield "  speculative", f"{drafts['tokens']} drafts, {mean}; " + "; ".join(drafts["notes"])
     yield "  tables", f"{tables['provenance']}: {tables['hardware']}/{tables['variant']}, {tables['engine']}"
 
 

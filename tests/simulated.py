@@ -8,6 +8,7 @@ import reference.engine
 import reference.request
 import reference.scheduler
 
+from serving.core.acceptance import Acceptance
 from serving.core.blocks import BlockPool
 from serving.core.engine import Engine, Group
 from serving.core.loop import run
@@ -81,11 +82,16 @@ def plain_engine(
     cap_tokens: int | None = None,
     policy: str = "fcfs",
     pipelined: bool = False,
+    speculative_tokens: int = 0,
+    acceptance: Acceptance | None = None,
+    verify_as: str = "prefill",
 ) -> reference.engine.Engine:
     """An engine of the specification."""
     blocks = reference.blocks.BlockManager(num_blocks, block_tokens, prefix_caching)
-    scheduler = reference.scheduler.Scheduler(limits or SMALL, blocks, policy, pipelined)
-    return reference.engine.Engine(index, scheduler, cap_tokens)
+    scheduler = reference.scheduler.Scheduler(
+        limits or SMALL, blocks, policy, pipelined, speculative_tokens, acceptance
+    )
+    return reference.engine.Engine(index, scheduler, cap_tokens, verify_as)
 
 
 def plain_request(

@@ -28,8 +28,9 @@ class Request:
     decode_from: first step in which it runs as a decode. entry: changes whenever it leaves the decode set.
     chain: its blocks whose content the trace tells, of which the first `keyed` are findable. tail: its own blocks that
     stay findable after a preemption.
-    token_ns, in_flight: only in engines that schedule request by request (serving.core.walk): when each token was
-    emitted, None elsewhere; and whether a token is in flight.
+    token_ns, in_flight, held_blocks, known_tokens, drafts: only in engines that schedule request by request
+    (serving.core.walk): when each token was emitted, None elsewhere; whether a token is in flight; blocks that it
+    holds; tokens whose full blocks are findable; draft tokens that its next step may verify.
     """
 
     __slots__ = (
@@ -40,13 +41,16 @@ class Request:
         "computed_tokens",
         "decode_from",
         "decoding",
+        "drafts",
         "emitted_tokens",
         "engine_index",
         "entry",
         "following",
+        "held_blocks",
         "in_flight",
         "index",
         "keyed",
+        "known_tokens",
         "last_step",
         "order",
         "outcome",
@@ -110,6 +114,9 @@ class Request:
         self.tail: Cached | None = None
         self.token_ns: list[int] | None = None
         self.in_flight = False
+        self.held_blocks = 0
+        self.known_tokens = 0
+        self.drafts = 0
 
     @property
     def peak_tokens(self) -> int:

@@ -13,7 +13,10 @@ class StepShape(NamedTuple):
     decode_kv_sum_tokens, decode_kv_max_tokens: keys visible to those tokens, the token itself included.
     decode_kv_capped_sum_tokens: sum over decode requests of min(keys, attended cap of the model); equal to
     decode_kv_sum_tokens where attention has no cap.
-    sampled_sequences: requests that emit a token in this step (rows of the head and the sampler).
+    sampled_sequences: requests that emit a token in this step (rows of the head and the sampler), and with drafts one
+    more row for each of them.
+    decode_query_tokens: query tokens of each decode request; more than one only where drafts are verified as such.
+    drafted: under speculative decoding what a draft pass behind the first runs, one token per request of the batch.
     """
 
     prefills: tuple[tuple[int, int], ...]
@@ -22,10 +25,12 @@ class StepShape(NamedTuple):
     decode_kv_max_tokens: int
     decode_kv_capped_sum_tokens: int
     sampled_sequences: int
+    decode_query_tokens: int = 1
+    drafted: "StepShape | None" = None
 
     @property
     def tokens(self) -> int:
-        tokens = self.decode_requests
+        tokens = self.decode_requests * self.decode_query_tokens
         for chunk, _ in self.prefills:
             tokens += chunk
         return tokens

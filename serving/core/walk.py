@@ -1,27 +1,46 @@
 """vLLM V1 scheduling request by request, for engines that the step clock of serving.core.scheduler does not fit:
-those with several steps in flight, whose requests do not all run in every step.
+those with several steps in flight, whose requests do not all run in every step, and those with draft tokens, whose
+requests gain several tokens in one.
 
 The rules are those of tests/reference/scheduler.py, and a property test keeps the two equal. A step costs time in
 proportion to the running requests. Blocks are counted by serving.core.blocks as in the step clock.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
-from typing import NamedTuple, cast
+from typing import Literal, NamedTuple, cast
 
+from serving.core.acceptance import Acceptance
 from serving.core.blocks import BlockPool
 from serving.core.engine import Engine
 from serving.core.request import Request
 from serving.core.scheduler import Asked, Limits, Policy, Scheduler
 from serving.core.shape import StepShape
 
+VerifyAs = Literal["table", "prefill", "rows"]
+
 
 class Given(NamedTuple):
-    """new_tokens of `request` run in a step; emits: they yield a token."""
+    """new_tokens of `request` run in a step; emits: they yield a token. drafts: how many of them are drafts."""
 
     request: Request
     new_tokens: int
     emits: bool
+    drafts: int
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """tokens: drafts per request and step. verify_as: what a request that verifies drafts counts as in a shape.
+
+    "table": a decode request of 1 + tokens query tokens (with fewer, a prefill). "prefill": a prefill of its tokens.
+    "rows": one decode request per token.
+    """
+
+    tokens: int
+    acceptance: Acceptance
+    verify_as: VerifyAs = "table"
 
 
 class WalkScheduler:
@@ -29,6 +48,11 @@ class WalkScheduler:
 
     pipelined: a request whose token is in flight gets no further step, and is not admitted again after a preemption,
     until that token is known. attended_cap_tokens: most keys that one query attends, None for all.
+
+    speculation: a request that has emitted a token has that many drafts, which run with its last token in one step, as
+    many of them as fit; the accepted ones are emitted with one more token, the rejected ones do not count as computed.
+    Every allocation has as many more tokens in view, up to the model length; a preemption drops the drafts; contents
+    become findable when the next tokens are allocated. verifications[i]: how many had i drafts accepted.
     """
 
     def __init__(
@@ -39,13 +63,20 @@ class WalkScheduler:
         *,
         attended_cap_tokens: int | None = None,
         pipelined: bool = False,
+        speculation: Speculation | None = None,
     ) -> None:
         self.limits = limits
         self.blocks = blocks
         self.pipelined = pipelined
+        self.speculation = speculation
+        self.ahead_tokens = speculation.tokens if speculation else 0
+        self.verifications = [0] * (1 + self.ahead_tokens)
         self.waiting: list[tuple[tuple[int, ...], Request]] = []
         self.running: list[Request] = []
         self._cap = attended_cap_tokens
+        verify_as = speculation.verify_as if speculation else "prefill"
+        self._by_row = verify_as == "rows"
+        self._query_tokens = 1 + self.ahead_tokens if verify_as == "table" else 1
         self._rank = policy.rank
         self._queued = 0
         self._admitted = 0
@@ -55,8 +86,13 @@ class WalkScheduler:
         longest_tokens = request.prompt_tokens + request.output_tokens
         return (
             longest_tokens <= self.limits.max_model_len_tokens
-            and self.blocks.blocks_for(request.peak_tokens) <= self.blocks.total_blocks
+            and self.blocks.blocks_for(self._peak_tokens(request)) <= self.blocks.total_blocks
         )
+
+    def _peak_tokens(self, request: Request) -> int:
+        """Most tokens that it ever needs blocks for: its last verification begins one token before the last."""
+        ahead = self.ahead_tokens * (2 if request.output_tokens > 1 else 1)
+        return min(request.peak_tokens + ahead, self.limits.max_model_len_tokens)
 
     def add(self, request: Request) -> None:
         asked = Asked(self._queued, request.arrival_ns, request.prompt_tokens, request.priority)
@@ -80,33 +116,48 @@ class WalkScheduler:
     def emit(self, batch: Sequence[Given], now_ns: int) -> list[Request]:
         """The step of `batch` has run: its tokens are known at `now_ns`. Releases and returns finished requests."""
         finished = []
-        for request, _, emits in batch:
+        for request, _, emits, drafts in batch:
             if not emits:
                 continue
             assert request.token_ns is not None
-            request.token_ns.append(now_ns)
+            tokens = 1 + (self._accepted(request, drafts) if drafts else 0)
+            tokens = min(tokens, request.output_tokens - request.emitted_tokens)
+            request.token_ns += [now_ns] * tokens
             request.in_flight = False
-            request.emitted_tokens += 1
+            request.drafts = self.ahead_tokens
+            request.emitted_tokens += tokens
             if request.emitted_tokens == request.output_tokens:
                 finished.append(request)
         for request in finished:
             if request in self.running:
                 self.running.remove(request)
-                self._release(request, 0)
+                self._release(request)
             else:
                 self.waiting = [entry for entry in self.waiting if entry[1] is not request]
                 heapify(self.waiting)
         return finished
 
-    def _wanted(self, missing_tokens: int) -> int:
+    def _accepted(self, request: Request, drafts: int) -> int:
+        """Accepted ones of `drafts`, the others taken back."""
+        assert self.speculation is not None
+        total = request.prompt_tokens + request.emitted_tokens
+        accepted = self.speculation.acceptance.accepted(request.index, request.emitted_tokens, total)
+        accepted = min(drafts, accepted)
+        request.computed_tokens -= drafts - accepted
+        self.verifications[accepted] += 1
+        return accepted
+
+    def _wanted(self, missing_tokens: int, computed_tokens: int) -> int:
         threshold = self.limits.long_prefill_threshold_tokens
         if threshold and missing_tokens > threshold and len(self.running) + len(self.waiting) > 1:
-            return threshold
-        return missing_tokens
+            missing_tokens = threshold
+        return min(missing_tokens, self.limits.max_model_len_tokens - 1 - computed_tokens)
 
-    def _new_blocks(self, computed_tokens: int, new_tokens: int) -> int:
-        size = self.blocks.block_tokens
-        return -(-(computed_tokens + new_tokens) // size) + -computed_tokens // size
+    def _slots(self, tokens: int) -> int:
+        """Blocks for a sequence of `tokens` tokens and what is kept in view beyond them."""
+        if self.ahead_tokens:
+            tokens = min(tokens + self.ahead_tokens, self.limits.max_model_len_tokens)
+        return self.blocks.blocks_for(tokens)
 
     def _walk(self) -> tuple[list[tuple[Request, int]], int, bool]:
         """The running requests in order of admission: their new tokens, the budget left, whether one was preempted."""
@@ -120,38 +171,39 @@ class WalkScheduler:
             if request.in_flight:
                 at += 1
                 continue
-            missing = request.prompt_tokens + request.emitted_tokens - request.computed_tokens
-            new_tokens = min(self._wanted(missing), budget)
-            needed = self._new_blocks(request.computed_tokens, new_tokens)
+            computed = request.computed_tokens
+            missing = request.prompt_tokens + request.emitted_tokens + request.drafts - computed
+            new_tokens = min(self._wanted(missing, computed), budget)
+            needed = max(0, self._slots(computed + new_tokens) - request.held_blocks)
             while needed > blocks.free_blocks:
                 preempted = True
                 position = max(range(len(running)), key=lambda place: running[place].rank)
                 victim = running.pop(position)
                 if position < at:
                     at -= 1
-                taken_back = given.pop(victim, 0)
-                budget += taken_back
-                self._preempt(victim, taken_back)
+                budget += given.pop(victim, 0)
+                self._preempt(victim)
                 if victim is request:
                     stuck = True
                     break
             else:
                 blocks.take(needed)
+                request.held_blocks += needed
                 given[request] = new_tokens
                 budget -= new_tokens
                 at += 1
         return list(given.items()), budget, preempted
 
-    def _preempt(self, request: Request, taken_back: int) -> None:
-        self._release(request, taken_back)
+    def _preempt(self, request: Request) -> None:
+        self._release(request)
         request.computed_tokens = 0
+        request.drafts = 0
         request.preemptions += 1
         heappush(self.waiting, (request.rank, request))
 
-    def _release(self, request: Request, taken_back: int) -> None:
-        """taken_back: tokens whose blocks it got in the step that is being composed."""
-        computed = request.computed_tokens
-        self.blocks.release(request, self.blocks.blocks_for(computed + taken_back), computed)
+    def _release(self, request: Request) -> None:
+        self.blocks.release(request, request.held_blocks, request.known_tokens)
+        request.held_blocks = request.known_tokens = 0
 
     def _account(
         self,
@@ -164,17 +216,22 @@ class WalkScheduler:
         """Account tokens whose blocks are taken."""
         context = request.computed_tokens
         after = context + new_tokens
-        if new_tokens > 1 or context < request.prompt_tokens:
+        if context < request.prompt_tokens:
             rows.append((new_tokens, context))
-        else:
+        elif new_tokens == self._query_tokens:
             keys.append(after)
+        elif self._by_row:
+            keys += range(context + 1, after + 1)
+        else:
+            rows.append((new_tokens, context))
+        total = request.prompt_tokens + request.emitted_tokens
         request.computed_tokens = after
+        request.known_tokens = min(after, total)
         if request.block_keys:
-            self.blocks.grow(request, self.blocks.blocks_for(after))
-            self.blocks.add_keys(request, after)
-        emits = after == request.prompt_tokens + request.emitted_tokens
-        request.in_flight = emits
-        batch.append(Given(request, new_tokens, emits))
+            self.blocks.grow(request, request.held_blocks)
+            self.blocks.add_keys(request, request.known_tokens)
+        request.in_flight = after >= total
+        batch.append(Given(request, new_tokens, after >= total, max(0, after - total)))
 
     def _admit(
         self,
@@ -194,12 +251,13 @@ class WalkScheduler:
             hits, tail_blocks = blocks.lookup(request, total)
             cached = len(hits) + tail_blocks
             hit_tokens = cached * blocks.block_tokens
-            new_tokens = self._wanted(total - hit_tokens)
+            new_tokens = self._wanted(total - hit_tokens, hit_tokens)
             if new_tokens > left:
                 if not limits.chunked_prefill:
                     return
                 new_tokens = left
-            taken = blocks.blocks_for(total) - cached
+            held = self._slots(hit_tokens + new_tokens)
+            taken = max(held, blocks.blocks_for(total)) - cached
             if cached:
                 taken += blocks.revived(hits, tail_blocks)
             if taken > blocks.free_blocks:
@@ -207,7 +265,8 @@ class WalkScheduler:
             heappop(waiting)
             if cached or request.tail is not None:
                 blocks.reuse(request, hits, tail_blocks)
-            blocks.take(blocks.blocks_for(hit_tokens + new_tokens) - cached)
+            blocks.take(held - cached)
+            request.held_blocks = held
             running.append(request)
             self._admitted += 1
             request.order = self._admitted
@@ -219,15 +278,25 @@ class WalkScheduler:
             self._account(request, new_tokens, batch, rows, keys)
 
     def _shape(self, batch: Sequence[Given], rows: list[tuple[int, int]], keys: list[int]) -> StepShape:
-        cap = self._cap
-        return StepShape(
-            prefills=tuple(rows),
-            decode_requests=len(keys),
-            decode_kv_sum_tokens=sum(keys),
-            decode_kv_max_tokens=max(keys, default=0),
-            decode_kv_capped_sum_tokens=sum(keys) if cap is None else sum(min(key, cap) for key in keys),
-            sampled_sequences=sum(one.emits for one in batch),
-        )
+        drafted = None
+        if self.ahead_tokens:
+            lengths = [request.computed_tokens + 1 for request, *_ in batch]
+            drafted = self._decodes((), lengths, len(lengths), 1, None)
+        sampled = sum(one.emits + one.drafts for one in batch)
+        return self._decodes(tuple(rows), keys, sampled, self._query_tokens, drafted)
+
+    def _decodes(
+        self,
+        rows: tuple[tuple[int, int], ...],
+        keys: Sequence[int],
+        sampled: int,
+        query_tokens: int,
+        drafted: StepShape | None,
+    ) -> StepShape:
+        cap, total = self._cap, sum(keys)
+        longest = max(keys, default=0)
+        capped = total if cap is None or longest <= cap else sum([min(key, cap) for key in keys])
+        return StepShape(rows, len(keys), total, longest, capped, sampled, query_tokens, drafted)
 
 
 class WalkEngine(Engine):

@@ -1,13 +1,13 @@
 """From a bundle and a split to the StepCost of one data-parallel group."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from profiler.core.bundle import Bundle
 from profiler.core.collective_table import FILE, CollectiveRow, read_collectives
-from profiler.core.errors import ConfigError, ContractError
+from profiler.core.errors import ConfigError, ContractError, CoverageError
 from profiler.core.grid import Curve, Outside, batch_rows, curve, decode_grid, fixed_us, prefill_grid
 from profiler.core.grid_mixed import mixed_grid
 from profiler.core.grid_moe import moe_grid
@@ -22,6 +22,7 @@ from serving.collectives import Collectives, from_hardware
 from serving.cost.communication import Communication, group_lines
 from serving.cost.experts import Experts, expert_lines
 from serving.cost.kernels import Kernel, PrefillWhen
+from serving.cost.lines import Line
 from serving.cost.pipeline import PipelineCost, stage_sends
 from serving.cost.skew import make_skew
 from serving.cost.step import DensePrefill, TableCost
@@ -30,14 +31,19 @@ from serving.routing import BusiestRank, ExpertLoad, own_reach
 
 # Architectures whose sparse MLA back ends have no dense prefill kernel (vLLM 0.31, FlashInfer for SM120).
 _WITHOUT_DENSE_PREFILL = ("sm120",)
+_INPUT_NORMS = ("input_norm", "layernorm")
 
 
 class Stage(NamedTuple):
-    """One pipeline stage: its layers as a model of their own, and whether the embedding and the head are here."""
+    """One pipeline stage: its layers as a model of their own, and whether the embedding and the head are here.
+
+    norms: norms of a layer's input that it runs beyond its layers' own.
+    """
 
     spec: ModelSpec
     first: bool
     last: bool
+    norms: int = 0
 
     def counts(self, bundle: Bundle) -> dict[Component, int]:
         """The components that the stage runs in one pass, with their counts."""
@@ -47,6 +53,8 @@ class Stage(NamedTuple):
             counts.subtract(model.prologue_components(self.spec))
         if not self.last:
             counts.subtract(model.head_components(self.spec))
+        if self.norms:
+            counts[next(one for one in counts if one.name in _INPUT_NORMS)] += self.norms
         return {one: count for one, count in counts.items() if count}
 
 
@@ -78,6 +86,9 @@ def build_cost(
     all2all_backend: str = DEFAULT,
     allow_extrapolation: bool = False,
     stage: Stage | None = None,
+    decode_query_tokens: int = 1,
+    dummy_tokens: int = 1,
+    more_by_tokens: Callable[[int], list[Line]] | None = None,
 ) -> TableCost:
     """The StepCost of one group of `parallel.dp` engines, or of one of its pipeline stages.
 
@@ -88,6 +99,8 @@ def build_cost(
     step, as stated by the caller; where `host_overlaps` (asynchronous scheduling) only what it exceeds the device's
     time by counts. step_us: device time per step that the tables do not contain; step_source says where it is from.
     routing: what the busiest expert-parallel rank gets, None for an even load. all2all_backend: see serving.backends.
+    decode_query_tokens: query tokens of every decode request; tables need rows of that many. dummy_tokens: of a rank
+    without work. more_by_tokens: further lines by the tokens of a rank.
 
     Raises ContractError when the bundle is not meant for serving or its KV layout or cap disagrees, CoverageError when
     a table or kernel is missing, ConfigError for a split that is not priced.
@@ -98,7 +111,7 @@ def build_cost(
             raise ConfigError(f"pp {parallel.pp}: pipeline stages are priced one by one")
         stage = Stage(spec, True, True)
     _check_split(spec, parallel)
-    build = _Builder(bundle, spec, parallel, allow_extrapolation)
+    build = _Builder(bundle, spec, parallel, allow_extrapolation, decode_query_tokens)
     counts = stage.counts(bundle)
     if collectives is None and parallel.gpus > 1:
         collectives = _own_collectives(hardware, bundle)
@@ -111,6 +124,8 @@ def build_cost(
     experts = build.experts(counts, routing.busiest if routing and parallel.ep > 1 else None)
     kernels = build.kernels(counts)
     parts = [curve_lines(dense, provenance)], [curve_lines(sequences, provenance)], [expert_lines(experts)]
+    if more_by_tokens is not None:
+        parts[0].append(more_by_tokens)
     if collectives is not None:
         sent = sends(all2all_backend)
         reach = _reach(spec, parallel, routing) if sent == "per_rank" else 1.0
@@ -132,6 +147,7 @@ def build_cost(
         step_us=step_us,
         step_source=step_source,
         outside=tuple(build.outside),
+        dummy_tokens=dummy_tokens,
     )
     if not allow_extrapolation:
         cost.by_tokens.ns(max_num_batched_tokens)
@@ -175,10 +191,13 @@ def _own_collectives(hardware: Hardware | None, bundle: Bundle) -> Collectives:
 class _Builder:
     """Turns the tables of one bundle into curves and grids, collecting what each does outside its bounds."""
 
-    def __init__(self, bundle: Bundle, spec: ModelSpec, parallel: Parallel, allow_extrapolation: bool) -> None:
+    def __init__(
+        self, bundle: Bundle, spec: ModelSpec, parallel: Parallel, allow_extrapolation: bool, query_tokens: int
+    ) -> None:
         self.bundle = bundle
         self.spec = spec
         self.parallel = parallel
+        self.query_tokens = query_tokens
         self.provenance = str(bundle.meta["provenance"])
         self.outside: list[Outside] = []
         self._allow = allow_extrapolation
@@ -202,7 +221,14 @@ class _Builder:
     def _kernel(self, one: Component, count: int) -> Kernel:
         tp = self.parallel.tp
         outside = self._beyond(one.name, tp, one.category)
-        rows = batch_rows(self.bundle.table(tp, one.category), one.name)
+        rows = batch_rows(self.bundle.table(tp, one.category), one.name, self.query_tokens)
+        if self.query_tokens > 1 and one.when in ("always", "decode") and not any(row.requests for row in rows):
+            raise CoverageError(
+                f"{self.bundle.path}: tp{tp}/{one.category}.csv has no decode rows of {one.name} with "
+                f"decode_query_tokens {self.query_tokens}, which verify {self.query_tokens - 1} draft tokens; "
+                "no profile command runs such batches yet. verify_as: rows or prefill in the cluster file prices them "
+                "from rows that are there, and the result says so"
+            )
         prefill = prefill_grid(rows, outside) if one.when != "decode" else None
         decode = decode_grid(rows, outside) if one.when in ("always", "decode") else None
         return Kernel(
@@ -211,7 +237,7 @@ class _Builder:
             prefill=prefill,
             decode=decode,
             mixed=mixed_grid(rows, outside) if decode and prefill else None,
-            skew=make_skew(self.bundle.skew.get((tp, one.name), ())),
+            skew=make_skew(self.bundle.skew.get((tp, one.name), ())) if self.query_tokens == 1 else None,
             fixed_us=fixed_us(prefill) if prefill else 0.0,
             capped=one.category == "sparse_attention",
             prefill_when=_prefill_when(one),

@@ -40,7 +40,7 @@ class TableCost:
     overlaps with the device's as under asynchronous scheduling, only what it exceeds it by. by_tokens and by_sequences
     price one rank, by_group_tokens the tokens of all ranks (padded as they are computed), by_sparse_tokens the tokens
     of a rank that do not take dense prefill. dense_prefill: None where the engine has no such kernel, or the model no
-    indexer.
+    indexer. dummy_tokens: of the batch of a rank without work.
     """
 
     by_tokens: Folded
@@ -55,6 +55,7 @@ class TableCost:
     host_overlaps: bool = False
     step_us: float = 0.0
     step_source: str = "stated"
+    dummy_tokens: int = 1
     padded: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -66,9 +67,9 @@ class TableCost:
         return sum((one.extrapolated for one in self.outside), Counter())
 
     def step_ns(self, shapes: Sequence[StepShape | None]) -> int:
-        """Nanoseconds of one step; None marks a rank that runs a dummy batch of one token."""
+        """Nanoseconds of one step; None marks a rank that runs a dummy batch."""
         if len(shapes) == 1 and (shape := shapes[0]) is not None:
-            count = shape.tokens if shape.prefills else shape.decode_requests
+            count = shape.tokens if shape.prefills else shape.decode_requests * shape.decode_query_tokens
             if count < len(self.padded):
                 count = self.padded[count]
             device_ns = self._rank_ns(shape, count) + self.by_group_tokens.ns(count)
@@ -82,7 +83,7 @@ class TableCost:
 
     def _tokens(self, shapes: Sequence[StepShape | None]) -> list[int]:
         """Tokens per rank that the step computes, padded to CUDA graphs; see serving.cost.graphs."""
-        tokens = [shape.tokens if shape else 1 for shape in shapes]
+        tokens = [shape.tokens if shape else self.dummy_tokens for shape in shapes]
         largest = max(tokens)
         return [self.padded[largest]] * len(tokens) if largest < len(self.padded) else tokens
 

@@ -50,23 +50,35 @@ class BlockManager:
                 found.append(next(iter(holders)))
         return found
 
-    def allocate(self, request: Request, new_tokens: int, cached: Sequence[int] = (), reserve_tokens: int = 0) -> bool:
+    def allocate(
+        self,
+        request: Request,
+        new_tokens: int,
+        cached: Sequence[int] = (),
+        reserve_tokens: int = 0,
+        lookahead_tokens: int = 0,
+        most_tokens: int | None = None,
+    ) -> bool:
         """Give `request` the blocks for `new_tokens` more tokens, on top of `cached` blocks of its prefix.
 
         reserve_tokens: the blocks of a sequence this long must be free, though only those of the new tokens are
-        taken. Returns False, with nothing changed, when there are too few free blocks.
+        taken. lookahead_tokens: these many more get blocks too, up to most_tokens in all. Returns False, with nothing
+        changed, when there are too few free blocks.
         """
         held = len(request.blocks) + len(cached)
         after_tokens = request.computed_tokens + len(cached) * self.block_tokens + new_tokens
         revived = sum(1 for block in cached if not self._references[block])
-        if self.blocks_for(max(after_tokens, reserve_tokens)) - held + revived > self.free_blocks:
+        slots = after_tokens + lookahead_tokens
+        if most_tokens is not None:
+            slots = min(slots, most_tokens)
+        if self.blocks_for(max(slots, reserve_tokens)) - held + revived > self.free_blocks:
             return False
         for block in cached:
             self._references[block] += 1
             self._released.pop(block, None)
         request.blocks.extend(cached)
         request.keyed_blocks += len(cached)
-        request.blocks.extend(self._take() for _ in range(self.blocks_for(after_tokens) - held))
+        request.blocks.extend(self._take() for _ in range(self.blocks_for(slots) - held))
         self.add_keys(request, min(after_tokens, request.total_tokens))
         return True
 

@@ -8,12 +8,18 @@ from serving.core.shape import StepCost, StepShape
 
 
 class Engine:
-    """`index` counts engines over the whole cluster. attended_cap_tokens: most keys that one query attends, or None."""
+    """`index` counts engines over the whole cluster. attended_cap_tokens: most keys that one query attends, or None.
 
-    def __init__(self, index: int, scheduler: Scheduler, attended_cap_tokens: int | None) -> None:
+    verify_as: see step_shape.
+    """
+
+    def __init__(
+        self, index: int, scheduler: Scheduler, attended_cap_tokens: int | None, verify_as: str = "prefill"
+    ) -> None:
         self.index = index
         self.scheduler = scheduler
         self.attended_cap_tokens = attended_cap_tokens
+        self.verify_as = verify_as
         self.assigned = 0
         self.assigned_tokens = 0
         self.inbox: list[Request] = []
@@ -56,10 +62,15 @@ class Engine:
 class Step:
     """A composed step of a group: one batch and one shape per engine, and which of each batch emit a token."""
 
-    def __init__(self, batches: list[list[Scheduled]], caps: list[int | None]) -> None:
+    def __init__(self, batches: list[list[Scheduled]], engines: Sequence[Engine]) -> None:
         self.batches = batches
-        self.shapes = [step_shape(batch, cap) if batch else None for batch, cap in zip(batches, caps, strict=True)]
-        self.emitting = [[one.request for one in batch if one.emits] for batch in batches]
+        self.shapes = [
+            step_shape(batch, one.attended_cap_tokens, one.scheduler.speculative_tokens, one.verify_as)
+            if batch
+            else None
+            for batch, one in zip(batches, engines, strict=True)
+        ]
+        self.emitting = [[one for one in batch if one.emits] for batch in batches]
 
 
 class Group:
@@ -88,8 +99,8 @@ class Group:
         assert self.current is not None
         self.steps += 1
         for engine, emitting in zip(self.engines, self.current.emitting, strict=True):
-            for request in emitting:
-                if engine.scheduler.emit(request, now_ns):
+            for request, *_, drafts in emitting:
+                if engine.scheduler.emit(request, now_ns, drafts):
                     request.outcome = "finished"
                     engine.assigned -= 1
                     engine.assigned_tokens -= request.prompt_tokens
@@ -115,27 +126,47 @@ class Group:
 
     def _compose(self, now_ns: int) -> Step | None:
         batches = [engine.scheduler.schedule(now_ns) for engine in self.engines]
-        return Step(batches, [engine.attended_cap_tokens for engine in self.engines]) if any(batches) else None
+        return Step(batches, self.engines) if any(batches) else None
 
 
-def step_shape(batch: Sequence[Scheduled], attended_cap_tokens: int | None) -> StepShape:
-    """The shape of a batch that was just composed."""
+def step_shape(
+    batch: Sequence[Scheduled], attended_cap_tokens: int | None, speculative_tokens: int = 0, verify_as: str = "prefill"
+) -> StepShape:
+    """The shape of a batch that was just composed.
+
+    verify_as: what a request behind its prompt counts as when it runs drafts: "prefill", a prefill of its tokens;
+    "rows", one decode row per token; "table", one decode row of 1 + speculative_tokens query tokens (with fewer a
+    prefill).
+    """
     prefills = []
     kv_tokens = []
-    sampled = 0
+    query_tokens = 1 + speculative_tokens if verify_as == "table" else 1
     for one in batch:
-        if one.new_tokens > 1 or one.context_tokens < one.request.prompt_tokens:
-            prefills.append((one.new_tokens, one.context_tokens))
+        new, context = one.new_tokens, one.context_tokens
+        if context < one.request.prompt_tokens:
+            prefills.append((new, context))
+        elif verify_as == "rows":
+            kv_tokens += [context + row for row in range(1, new + 1)]
+        elif new == query_tokens:
+            kv_tokens.append(context + new)
         else:
-            kv_tokens.append(one.context_tokens + 1)
-        sampled += one.emits
-    total_kv_tokens = sum(kv_tokens)
-    capped = [min(kv, attended_cap_tokens) for kv in kv_tokens] if attended_cap_tokens else kv_tokens
+            prefills.append((new, context))
+    drafted = [one.context_tokens + one.new_tokens + 1 for one in batch] if speculative_tokens else []
     return StepShape(
         prefills=tuple(prefills),
-        decode_requests=len(kv_tokens),
-        decode_kv_sum_tokens=total_kv_tokens,
-        decode_kv_max_tokens=max(kv_tokens, default=0),
-        decode_kv_capped_sum_tokens=sum(capped),
-        sampled_sequences=sampled,
+        **_decodes(kv_tokens, attended_cap_tokens),
+        sampled_sequences=sum(one.emits + one.drafts for one in batch),
+        decode_query_tokens=query_tokens,
+        drafted=StepShape((), **_decodes(drafted, attended_cap_tokens), sampled_sequences=len(drafted))
+        if drafted
+        else None,
     )
+
+
+def _decodes(kv_tokens: Sequence[int], cap_tokens: int | None) -> dict[str, int]:
+    return {
+        "decode_requests": len(kv_tokens),
+        "decode_kv_sum_tokens": sum(kv_tokens),
+        "decode_kv_max_tokens": max(kv_tokens, default=0),
+        "decode_kv_capped_sum_tokens": sum(min(kv, cap_tokens) for kv in kv_tokens) if cap_tokens else sum(kv_tokens),
+    }

@@ -32,8 +32,8 @@ class PipelineGroup:
         assert end_ns == now_ns
         self.steps += 1
         for engine, emitting in zip(self.engines, step.emitting, strict=True):
-            for request in emitting:
-                if engine.scheduler.emit(request, now_ns):
+            for request, *_, drafts in emitting:
+                if engine.scheduler.emit(request, now_ns, drafts):
                     request.outcome = "finished"
                     engine.assigned -= 1
                     engine.assigned_tokens -= request.prompt_tokens
@@ -45,7 +45,7 @@ class PipelineGroup:
         while len(self.in_flight) < self.stages:
             batches = [engine.scheduler.schedule(now_ns) for engine in self.engines]
             if any(batches):
-                step = Step(batches, [engine.attended_cap_tokens for engine in self.engines])
+                step = Step(batches, self.engines)
                 self.shapes.append(step.shapes)
                 self.in_flight.append((step, self._end_ns(now_ns, step)))
             elif self.in_flight or not any(engine.running or engine.waiting for engine in self.engines):

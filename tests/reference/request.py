@@ -10,7 +10,8 @@ class Request:
 
     in_flight: tokens that scheduled steps will yield and that are not known yet (0 or 1 without, up to 2 with
     asynchronous scheduling). following: the call released `following.tool_duration_ns` after this one has finished,
-    which arrives at -1, never, until then. keyed_blocks: leading blocks that are findable by content.
+    which arrives at -1, never, until then. drafts: proposed tokens that the next step may verify. keyed_blocks: leading
+    blocks that are findable by content.
     """
 
     index: int
@@ -29,6 +30,7 @@ class Request:
     computed_tokens: int = 0
     emitted_tokens: int = 0
     in_flight: int = 0
+    drafts: int = 0
     blocks: list[int] = field(default_factory=list)
     keyed_blocks: int = 0
     preemptions: int = 0

@@ -7,24 +7,35 @@ blocks of their whole sequence are free. Progress is counted when a step is sche
 
 With `pipelined` several steps are in flight at once: a request whose token is in flight gets no further step until it
 is known, and once preempted it is not admitted again before. Chunks of a prompt follow each other at once.
+
+With `speculative_tokens` k, a request that has emitted a token has k draft tokens, which run with its last token in one
+step, as many of them as fit. Those that `acceptance` accepts are emitted with one more token; what was rejected is not
+computed. Every allocation has k more tokens in view, up to the model length. A preempted request loses its
+drafts. Contents become findable when the next tokens are allocated.
 """
 
 import heapq
 from collections import deque
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from reference.blocks import BlockManager
 from reference.request import Request
+from serving.core.acceptance import Acceptance
 from serving.core.scheduler import Limits
 
 
 class Scheduled(NamedTuple):
-    """new_tokens of `request` run in the step, behind context_tokens in its cache; emits: they yield a token."""
+    """new_tokens of `request` run in the step, behind context_tokens in its cache; emits: they yield a token.
+
+    drafts: how many of them are drafts.
+    """
 
     request: Request
     new_tokens: int
     context_tokens: int
     emits: bool
+    drafts: int = 0
 
 
 class FirstCome:
@@ -91,10 +102,20 @@ QUEUES = {"fcfs": FirstCome, "priority": Priority}
 
 
 class Scheduler:
-    def __init__(self, limits: Limits, blocks: BlockManager, policy: str = "fcfs", pipelined: bool = False) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        blocks: BlockManager,
+        policy: str = "fcfs",
+        pipelined: bool = False,
+        speculative_tokens: int = 0,
+        acceptance: Acceptance | None = None,
+    ) -> None:
         self.limits = limits
         self.blocks = blocks
         self.pipelined = pipelined
+        self.speculative_tokens = speculative_tokens
+        self.acceptance = acceptance
         self.waiting = QUEUES[policy]()
         self.running: list[Request] = []
         self.queued = 0
@@ -104,8 +125,13 @@ class Scheduler:
         longest_tokens = request.prompt_tokens + request.output_tokens
         return (
             longest_tokens <= self.limits.max_model_len_tokens
-            and self.blocks.blocks_for(request.peak_tokens) <= self.blocks.total_blocks
+            and self.blocks.blocks_for(self._peak_tokens(request)) <= self.blocks.total_blocks
         )
+
+    def _peak_tokens(self, request: Request) -> int:
+        """Most tokens that it ever needs blocks for: its last verification begins one token before the last."""
+        ahead = self.speculative_tokens * (2 if request.output_tokens > 1 else 1)
+        return min(request.peak_tokens + ahead, self.limits.max_model_len_tokens)
 
     def add(self, request: Request) -> None:
         request.position = self.queued
@@ -125,7 +151,7 @@ class Scheduler:
                 at += 1
                 continue
             new_tokens = min(self._wanted(request, request.computed_tokens), budget)
-            while not self.blocks.allocate(request, new_tokens):
+            while not self._allocate(request, new_tokens):
                 preempted = True
                 position = self.waiting.victim(self.running)
                 victim = self.running.pop(position)
@@ -156,7 +182,7 @@ class Scheduler:
             if wanted_tokens > budget and not self.limits.chunked_prefill:
                 break
             new_tokens = min(wanted_tokens, budget)
-            if not self.blocks.allocate(request, new_tokens, cached, reserve_tokens=request.total_tokens):
+            if not self._allocate(request, new_tokens, cached, request.total_tokens):
                 break
             self.running.append(self.waiting.pop())
             request.computed_tokens = hit_tokens
@@ -167,12 +193,24 @@ class Scheduler:
             batch.append(self._account(request, new_tokens))
         return batch
 
-    def emit(self, request: Request, now_ns: int) -> bool:
-        """One more token of `request` is known; True when it was the last."""
+    def _allocate(self, request: Request, new_tokens: int, cached: Sequence[int] = (), reserve_tokens: int = 0) -> bool:
+        ahead, most = self.speculative_tokens, self.limits.max_model_len_tokens
+        return self.blocks.allocate(request, new_tokens, cached, reserve_tokens, ahead, most)
+
+    def emit(self, request: Request, now_ns: int, drafts: int = 0) -> bool:
+        """One more token of `request` is known, and the accepted ones of `drafts`; True when it was the last."""
         request.in_flight -= 1
-        request.emitted_tokens += 1
-        request.token_ns.append(now_ns)
-        if request in self.running:
+        accepted = 0
+        if drafts:
+            assert self.acceptance is not None
+            drawn = self.acceptance.accepted(request.index, request.emitted_tokens, request.total_tokens)
+            accepted = min(drafts, drawn)
+            request.computed_tokens -= drafts - accepted
+        tokens = min(1 + accepted, request.output_tokens - request.emitted_tokens)
+        request.emitted_tokens += tokens
+        request.token_ns += [now_ns] * tokens
+        request.drafts = self.speculative_tokens
+        if request in self.running and not self.speculative_tokens:
             # What has run so far is findable: all that is scheduled except the tokens still in flight.
             self.blocks.add_keys(request, request.computed_tokens - request.in_flight)
         if request.emitted_tokens < request.output_tokens:
@@ -185,7 +223,7 @@ class Scheduler:
         return True
 
     def _wanted(self, request: Request, computed_tokens: int) -> int:
-        new_tokens = request.total_tokens + request.in_flight - computed_tokens
+        new_tokens = request.total_tokens + request.in_flight + request.drafts - computed_tokens
         threshold = self.limits.long_prefill_threshold_tokens
         if threshold and len(self.running) + len(self.waiting) > 1:
             new_tokens = min(new_tokens, threshold)
@@ -194,9 +232,10 @@ class Scheduler:
     def _account(self, request: Request, new_tokens: int) -> Scheduled:
         context_tokens = request.computed_tokens
         request.computed_tokens += new_tokens
-        emits = request.computed_tokens == request.total_tokens + request.in_flight
+        emits = request.computed_tokens >= request.total_tokens + request.in_flight
+        drafts = request.computed_tokens - request.total_tokens - request.in_flight if emits else 0
         request.in_flight += emits
-        return Scheduled(request, new_tokens, context_tokens, emits)
+        return Scheduled(request, new_tokens, context_tokens, emits, drafts)
 
     def _unaccount(self, scheduled: Scheduled) -> None:
         """Take back what a request was given in the step that is being composed, and what that made findable."""
@@ -208,5 +247,6 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         self.blocks.release(request)
         request.computed_tokens = 0
+        request.drafts = 0
         request.preemptions += 1
         self.waiting.readd(request)
