@@ -224,6 +224,7 @@ def test_calls_of_sessions_wait_for_the_calls_before_them(case, data):
     """A call is released exactly its tool's duration after the call before it, never before; the calls of a session
     run one after another; every call is counted, and those behind a rejected one are rejected without having arrived.
     """
+    case = replace(case, router=data.draw(st.sampled_from(["session_affinity", case.router])))
     tools = st.sampled_from([0, 1, 900, 50_000])
     count = len(case.rows)
     sessions = data.draw(st.lists(st.tuples(st.integers(0, 3), tools) | st.none(), min_size=count, max_size=count))

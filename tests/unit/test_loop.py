@@ -187,3 +187,12 @@ def test_calls_behind_a_rejected_one_are_rejected_and_those_past_the_horizon_unf
     assert [record.outcome for record in records] == ["finished", "rejected", "rejected", "finished", "unfinished"]
     assert [record.arrival_ns for record in records] == [0, 3_007, None, 0, 13_000]
     assert (records[4].queued_ns, records[4].engine_index) == (None, -1)
+
+
+def test_calls_released_at_one_time_arrive_by_index_behind_requests_of_that_time():
+    """Request 0 ends at 2,000 and 2 at 1,000; their calls and request 4 arrive at 3,000, round robin over 3 engines."""
+    asked = [request(0, output=2), request(1), request(2, output=1), request(3), request(4, arrival_ns=3_000)]
+    own = in_sessions(asked, [(0, 0), (0, 1_000), (1, 0), (1, 2_000), None])
+    records, _ = replay([group(engine(i, limits=WIDE), cost=FLAT) for i in range(3)], own)
+    assert [record.arrival_ns for record in records] == [0, 3_000, 0, 3_000, 3_000]
+    assert [record.engine_index for record in records] == [0, 0, 1, 1, 2]

@@ -154,6 +154,13 @@ def test_ticks_by_hand():
     assert [float(row["prompt_tokens_per_s"]) for row in rows] == [0, 1250, 2500, 0]
 
 
+def test_a_token_at_a_tick_belongs_to_what_the_tick_ends():
+    rows, _ = series([(0, 10, 3)], 10, step_ms=10)
+    assert [(row["time_s"], row["output_tokens_per_s"]) for row in rows] == [
+        ("0.01", "100.00"), ("0.02", "100.00"), ("0.03", "100.00"),
+    ]  # fmt: skip
+
+
 def test_every_token_is_in_one_tick_and_engines_add_up():
     rng = np.random.default_rng(3)
     arrivals = sorted((int(at), int(p), int(o)) for at, p, o in rng.integers((0, 1, 1), (60 * MS, 40, 25), (30, 3)))

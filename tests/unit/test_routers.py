@@ -115,6 +115,21 @@ def test_session_affinity_keeps_the_calls_of_a_session_together():
     assert set.union(*homes) == {0, 1, 2}, "first calls spread as least_loaded does"
 
 
+def test_session_affinity_ignores_load_once_a_session_has_an_engine():
+    engines = [engine(i) for i in range(3)]
+    route = create_router("session_affinity")
+    asked = [request(i) for i in range(6)]
+    for one, session in zip(asked, ("a", "b", "a", None, "a", "b"), strict=True):
+        one.session = session
+    first = route(engines, asked[0])
+    for one in asked:
+        engines[first].submit(one)
+    other = route(engines, asked[1])
+    assert other != first
+    assert [route(engines, asked[i]) for i in (2, 4, 5)] == [first, first, other]
+    assert route(engines, asked[3]) != first, "no session: the least loaded"
+
+
 def test_a_session_moves_between_engines_under_another_router():
     own = in_sessions([request(i, arrival_ns=0) for i in range(4)], [(0, 10)] * 4)
     records, _ = replayed([group(engine(i)) for i in range(2)], own, "round_robin")
