@@ -7,13 +7,15 @@ from profiler.core.errors import ConfigError
 from profiler.core.paths import default_bundle_root
 from serving.config import Cluster, Overrides, load_cluster
 from serving.content import Keys, tells_content
+from serving.core.disaggregated import run_disaggregated
 from serving.core.loop import AnyGroup, run
 from serving.core.pipeline import PipelineGroup
 from serving.core.request import NEVER, Request
 from serving.core.runlog import RunLog
 from serving.core.shape import StepCost
 from serving.deployment import Deployed, deploy
-from serving.result import Result
+from serving.disaggregation import groups_of, wire_of
+from serving.result import Result, Sent
 from serving.routers import create_router
 from serving.traces import OnBadRow, Trace, TraceRequest, read_trace
 from serving.watch import Watch
@@ -83,15 +85,27 @@ def replay(
 
     for watch in watches:
         watch.open(groups)
-    run(
-        groups,
-        _requests(trace, deployed),
-        create_router(cluster.router, seed),
-        log,
-        horizon_ns=horizon_ns,
-        observe=observe if progress else None,
-        advance=advance if watches else None,
-    )
+    requests, route = _requests(trace, deployed), create_router(cluster.router, seed)
+    seen = observe if progress else None
+    before = advance if watches else None
+    sent = None
+    if cluster.disaggregated:
+        wire, source = wire_of(cluster, deployed)
+        traffic = run_disaggregated(
+            groups_of(deployed, "prefill"),
+            groups_of(deployed, "decode"),
+            requests,
+            route,
+            create_router(cluster.router, seed),
+            wire,
+            log,
+            horizon_ns=horizon_ns,
+            observe=seen,
+            advance=before,
+        )
+        sent = Sent(traffic, wire, deployed[0].kv.bytes_per_token, source)
+    else:
+        run(groups, requests, route, log, horizon_ns=horizon_ns, observe=seen, advance=before)
     for watch in watches:
         watch.close()
     return Result(
@@ -106,6 +120,7 @@ def replay(
         seed=seed,
         horizon_ns=horizon_ns,
         itl_ns=log.itl_ns,
+        sent=sent,
     )
 
 

@@ -16,7 +16,7 @@ Every key that a file may have is a field of a class here or in serving/peer_con
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, ValidationError
 
@@ -31,6 +31,7 @@ from serving.speculation import SpeculativeFile, speculation_of
 from serving.strict import Strict as Strict
 
 UNLIMITED = 2**31 - 1
+Role = Literal["both", "prefill", "decode"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +107,7 @@ class Instance:
     """One deployment of a model: parallel.dp engines of parallel.tp x parallel.pp GPUs each.
 
     memory and links are None where the hardware file has them. layers: only the first of the model, None for all.
+    role: "both" runs whole requests; "prefill" their prompts, "decode" what follows.
     """
 
     model: str
@@ -117,13 +119,29 @@ class Instance:
     links: Links | None = None
     routing: Routing = Routing()
     layers: int | None = None
+    role: Role = "both"
+
+
+@dataclass(frozen=True, slots=True)
+class KvTransfer:
+    """Link of one GPU for caches sent from prefill to decode; None is the inter-node link of the hardware files."""
+
+    bandwidth_gbps: float | None = None
+    latency_us: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
+    """kv_transfer: for clusters with prefill and decode instances."""
+
     name: str
     router: str
     instances: tuple[Instance, ...]
+    kv_transfer: KvTransfer = KvTransfer()
+
+    @property
+    def disaggregated(self) -> bool:
+        return any(one.role != "both" for one in self.instances)
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,10 +219,17 @@ class InstanceFile(Strict):
     parallel: ParallelFile = ParallelFile()
     engine: EngineFile = EngineFile()
     routing: RoutingFile = RoutingFile()
+    role: Role = "both"
+
+
+class KvTransferFile(Strict):
+    bandwidth_gbps: Positive | None = None
+    latency_us: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
 
 
 class ClusterFile(Strict):
     router: str = "least_loaded"
+    kv_transfer: KvTransferFile | None = None
     instances: Annotated[list[InstanceFile], Field(min_length=1)]
 
 
@@ -252,11 +277,17 @@ def _ours(path: Path, file: ClusterFile, overrides: Overrides) -> Cluster:
             engine=replace(_settings(path, one.engine), **overrides.given()),
             routing=_routing(path, one.routing),
             layers=one.layers,
+            role=one.role,
         )
         for one in file.instances
         for _ in range(one.replicas)
     )
-    return Cluster(path.stem, overrides.router or file.router, instances)
+    link = KvTransfer()
+    if file.kv_transfer is not None:
+        if all(one.role == "both" for one in instances):
+            raise ConfigError(f"{path}: kv_transfer: no instance has the role prefill or decode; nothing is sent")
+        link = KvTransfer(file.kv_transfer.bandwidth_gbps, file.kv_transfer.latency_us)
+    return Cluster(path.stem, overrides.router or file.router, instances, link)
 
 
 def _routing(path: Path, routing: RoutingFile) -> Routing:
@@ -308,8 +339,18 @@ def _check(path: Path, cluster: Cluster) -> None:
             sends(one.engine.all2all_backend)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
+    roles = {one.role for one in cluster.instances}
+    if roles != {"both"} and roles != {"prefill", "decode"}:
+        raise ConfigError(
+            f"{path}: instances have the roles {', '.join(sorted(roles))}; either none has a role, or some are prefill "
+            "and the others decode"
+        )
     for number, one in enumerate(cluster.instances):
         where = f"{path}: instance {number}"
+        if one.role != "both" and (one.parallel.pp > 1 or one.engine.speculation):
+            raise ConfigError(
+                f"{where}: role {one.role} with pp above 1 or speculative is not simulated; leave one of both out"
+            )
         engine = one.engine
         if one.parallel.pp > 1 and engine.async_scheduling:
             raise ConfigError(

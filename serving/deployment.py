@@ -40,12 +40,16 @@ _ASYNC_SINCE = (0, 14)
 
 @dataclass(frozen=True, slots=True)
 class Deployed:
-    """A deployment with its cost and its engines, ready to run once. meta: of the bundle that prices it."""
+    """A deployment with its cost and its engines, ready to run once. meta: of the bundle that prices it.
+
+    kv: what one rank stores.
+    """
 
     deployment: Deployment
     cost: TableCost | PipelineCost | SpeculativeCost
     groups: tuple[Group | PipelineGroup, ...]
     meta: Mapping[str, Any]
+    kv: KvLayout
 
     @property
     def table_cost(self) -> TableCost:
@@ -156,12 +160,13 @@ def deploy(
         expert_placement=instance.routing.placement,
         all2all_backend=instance.engine.all2all_backend,
         layers=instance.layers,
+        role=instance.role,
         verified=Verified(speculation, (), kernel_notes(speculation, spec, hardware.architecture if hardware else None))
         if speculation
         else None,
     )
     groups = _groups(deployment, spec, cost, instance.engine.dp_sync_interval)
-    return Deployed(deployment, cost, groups, bundle.meta)
+    return Deployed(deployment, cost, groups, bundle.meta, kv.layout)
 
 
 def _own_variant(
@@ -208,7 +213,14 @@ def _groups(
     engines = [
         Engine(
             index,
-            Scheduler(one.limits, pool(), policy, attended_cap_tokens=cap, asynchronous=one.async_scheduling),
+            Scheduler(
+                one.limits,
+                pool(),
+                policy,
+                attended_cap_tokens=cap,
+                asynchronous=one.async_scheduling,
+                keeps_finished=one.role == "prefill",
+            ),
         )
         for index in one.engines
     ]

@@ -13,7 +13,7 @@ from typing import IO, Any, Final
 
 from profiler.core.units import NS_PER_S
 from serving.core.runlog import RequestRecord, percentile
-from serving.result import Deployment, Result
+from serving.result import Deployment, Result, Sent
 from serving.speculation import Verified
 from serving.traces import TraceRequest
 
@@ -120,6 +120,7 @@ def summary(result: Result) -> dict[str, Any]:
         "prefix_hit_tokens": sum(got.prefix_hit_tokens for _, got in pairs),
         "steps": result.steps,
         "extrapolated_lookups": result.extrapolated_lookups,
+        "kv_transfer": _sent(result.sent) if result.sent else None,
         "instances": [_deployment(one) for one in result.deployments],
     }
 
@@ -199,6 +200,7 @@ def _deployment(one: Deployment) -> dict[str, Any]:
         "gate": one.gate,
         "expert_placement": one.expert_placement,
         "all2all_backend": one.all2all_backend,
+        "role": one.role,
         "speculative": _speculative(one.verified) if one.verified else None,
         "tables": {
             "hardware": one.tables.hardware,
@@ -226,4 +228,22 @@ def _speculative(one: Verified) -> dict[str, Any]:
         "accepted_by_position": [sum(counts[i:]) / total for i in range(1, len(counts))] if total else None,
         "mean_acceptance_length": one.mean_length,
         "notes": list(one.notes),
+    }
+
+
+def _sent(one: Sent) -> dict[str, Any]:
+    traffic, wire = one.traffic, one.wire
+    count = traffic.transfers
+    return {
+        "transfers": count,
+        "bytes_per_token_and_rank": one.bytes_per_token,
+        "blocks_per_rank": traffic.blocks,
+        "bytes_per_rank": traffic.blocks * wire.bytes_per_block,
+        "bandwidth_gbps": wire.gbps,
+        "latency_us": wire.latency_ns / 1e3,
+        "link_source": one.link_source,
+        "mean_admission_wait_ns": traffic.admission_wait_ns / count if count else None,
+        "mean_link_wait_ns": traffic.link_wait_ns / count if count else None,
+        "mean_transfer_ns": traffic.transfer_ns / count if count else None,
+        "longest_admission_queue": traffic.longest_queue,
     }

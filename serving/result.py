@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from profiler.core.types import Parallel
+from serving.core.disaggregated import Traffic, Wire
 from serving.core.runlog import RequestRecord
 from serving.core.scheduler import Limits
 from serving.speculation import Verified
@@ -53,11 +54,23 @@ class Deployment:
     all2all_backend: str = "allgather_reducescatter"
     layers: int | None = None
     verified: Verified | None = None
+    role: str = "both"
 
     @property
     def kv_tokens(self) -> int:
         """Tokens that the usable blocks of one rank hold."""
         return (self.num_gpu_blocks - 1) * self.block_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """Caches sent from prefill to decode engines. bytes_per_token: of one rank, over all its caches. link_source: where
+    the link's numbers are from."""
+
+    traffic: Traffic
+    wire: Wire
+    bytes_per_token: int
+    link_source: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +80,7 @@ class Result:
 
     itl_ns: the times between the tokens of each request with a token, in order, by trace index; kept on demand.
     extrapolated_lookups: table lookups outside the measured range, only ever above 0 when they were allowed.
+    sent: between prefill and decode engines, None without roles.
     """
 
     cluster: str
@@ -80,3 +94,4 @@ class Result:
     seed: int
     horizon_ns: int | None
     itl_ns: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    sent: Sent | None = None

@@ -45,6 +45,12 @@ def run_lines(figures: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "prefix hit tokens", f"{figures['prefix_hit_tokens']:,}"
     if figures["extrapolated_lookups"]:
         yield "extrapolated lookups", f"{figures['extrapolated_lookups']:,}"
+    if sent := figures["kv_transfer"]:
+        waits = ", ".join(
+            f"{label} {_ms(sent[f'mean_{key}_ns'])} ms"
+            for label, key in (("admission", "admission_wait"), ("link", "link_wait"), ("transfer", "transfer"))
+        )
+        yield "KV transfers", f"{sent['transfers']:,}, {sent['bytes_per_rank'] / 1e9:,.2f} GB per rank; mean {waits}"
     for one in figures["instances"]:
         yield from _instance_lines(one)
 
@@ -56,7 +62,8 @@ def _instance_lines(one: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     blocks, tokens = one["num_gpu_blocks_per_rank"], one["kv_tokens_per_rank"]
     source = f"{one['kv_layout']}, from {one['num_gpu_blocks_source']}"
     model = one["model"] if one["layers"] == "all" else f"{one['model']}, first {one['layers']} layers,"
-    yield name, f"{model} on {one['hardware']}, tp {one['tp']} pp {one['pp']} dp {one['dp']} ep {one['ep']}"
+    role = "" if one["role"] == "both" else f"{one['role']}: "
+    yield name, f"{role}{model} on {one['hardware']}, tp {one['tp']} pp {one['pp']} dp {one['dp']} ep {one['ep']}"
     yield "  KV per rank", f"{blocks:,} blocks of {one['block_tokens']}, {tokens:,} tokens ({source})"
     if drafts := one["speculative"]:
         length = drafts["mean_acceptance_length"]

@@ -153,7 +153,7 @@ class Group:
             self._end(0, now_ns, left)
             self._current = self._compose(now_ns)
         if self._current is None:
-            if any(engine.waiting for engine in self.engines):
+            if any(engine.waiting and not engine.scheduler.reserved for engine in self.engines):
                 raise RuntimeError("the scheduler left waiting requests without scheduling any")
             if not self._wave_steps or (self._wave_steps - 1) % self.sync_steps == 0:
                 return None

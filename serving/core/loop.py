@@ -99,14 +99,14 @@ def run(
                 del alive[request.index]
                 log.record(request)
                 if request.following is not None:
-                    _release(request, now_ns, released, log)
+                    release(request, now_ns, released, log)
                     next_ns = _next_ns(arriving, released)
             left.clear()
 
     for request in [*alive.values(), *(call for *_, call in sorted(released))]:
-        _record_all(request, log)
+        record_all(request, log)
     while arriving is not None:
-        _record_all(arriving, log)
+        record_all(arriving, log)
         arriving = next(arrivals, None)
 
 
@@ -116,7 +116,7 @@ def _next_ns(arriving: Request | None, released: Sequence[tuple[int, int, Reques
     return min(next_ns, released[0][0]) if released else next_ns
 
 
-def _release(request: Request, now_ns: int, released: list[tuple[int, int, Request]], log: RunLog) -> None:
+def release(request: Request, now_ns: int, released: list[tuple[int, int, Request]], log: RunLog) -> None:
     """`request` has left at `now_ns`: its next call arrives after the tool, or the rest of its session is rejected."""
     call = request.following
     assert call is not None
@@ -128,10 +128,10 @@ def _release(request: Request, now_ns: int, released: list[tuple[int, int, Reque
     while rest is not None:
         rest.outcome = "rejected"
         rest = rest.following
-    _record_all(call, log)
+    record_all(call, log)
 
 
-def _record_all(request: Request | None, log: RunLog) -> None:
+def record_all(request: Request | None, log: RunLog) -> None:
     """Record a request and the calls that follow it."""
     while request is not None:
         log.record(request)

@@ -26,6 +26,7 @@ class Request:
     base + step. emitted_tokens: tokens of closed runs. runs: (first, last) steps of each uninterrupted series of its
     tokens, one per step; run_start: first step of the open one. last_step: the step that yields its last token.
     decode_from: first step in which it runs as a decode. entry: changes whenever it leaves the decode set.
+    received: the cache of its prompt came from another engine and it has not been preempted since.
     chain: its blocks whose content the trace tells, of which the first `keyed` are findable. tail: its own blocks that
     stay findable after a preemption.
     token_ns, in_flight, held_blocks, known_tokens, drafts: only in engines that schedule request by request
@@ -61,6 +62,7 @@ class Request:
         "prompt_tokens",
         "queued_ns",
         "rank",
+        "received",
         "run_start",
         "runs",
         "scheduled_ns",
@@ -117,6 +119,7 @@ class Request:
         self.held_blocks = 0
         self.known_tokens = 0
         self.drafts = 0
+        self.received = False
 
     @property
     def peak_tokens(self) -> int:

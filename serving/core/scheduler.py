@@ -55,7 +55,8 @@ class Scheduler:
     """One engine's waiting queue, running requests and KV blocks.
 
     asynchronous: steps are composed while the one before is running, so `compose(step)` may come before
-    `end_step(step - 1)`. attended_cap_tokens: see DecodeSet.
+    `end_step(step - 1)`. attended_cap_tokens: see DecodeSet. keeps_finished: finished requests keep their blocks until
+    `let_go`. reserved: requests that hold blocks without running, those and the ones of `reserve`.
     """
 
     def __init__(
@@ -66,10 +67,13 @@ class Scheduler:
         *,
         attended_cap_tokens: int | None = None,
         asynchronous: bool = False,
+        keeps_finished: bool = False,
     ) -> None:
         self.limits = limits
         self.blocks = blocks
         self.asynchronous = asynchronous
+        self.keeps_finished = keeps_finished
+        self.reserved = 0
         self.decodes = DecodeSet(blocks.block_tokens, attended_cap_tokens)
         self.waiting: list[tuple[tuple[int, ...], Request]] = []
         self.running: list[Request] = []
@@ -170,12 +174,57 @@ class Scheduler:
             request.close_run(step)
             if request in self.running:
                 self.running.remove(request)
-                computed = request.computed_tokens
-                self.blocks.release(request, self.blocks.blocks_for(computed), computed)
+                self.reserved += 1
+                if not self.keeps_finished:
+                    self.let_go(request)
             else:
                 self.waiting = [entry for entry in self.waiting if entry[1] is not request]
                 heapify(self.waiting)
         return finished
+
+    def let_go(self, request: Request) -> None:
+        """Release the blocks of a request that has finished and kept them."""
+        computed = request.computed_tokens
+        self.reserved -= 1
+        self.blocks.release(request, self.blocks.blocks_for(computed), computed)
+
+    def reserve(self, request: Request) -> int | None:
+        """Blocks for a prompt whose cache comes from elsewhere, all but its last token: how many are to be filled.
+
+        None when it has to wait: for a place among max_num_seqs, behind a preempted request, or for the blocks of its
+        whole prompt. Those that the prefix cache holds need no filling.
+        """
+        blocks, prompt = self.blocks, request.prompt_tokens
+        if self.waiting or len(self.running) + self.reserved >= self.limits.max_num_seqs:
+            return None
+        hits, _ = blocks.lookup(request, prompt)
+        if blocks.blocks_for(prompt) - len(hits) + blocks.revived(hits, 0) > blocks.free_blocks:
+            return None
+        if hits:
+            blocks.reuse(request, hits, 0)
+        held = blocks.blocks_for(prompt - 1)
+        blocks.take(held - len(hits))
+        blocks.grow(request, held)
+        self.reserved += 1
+        return held - len(hits)
+
+    def receive(self, request: Request) -> None:
+        """The cache of a request of `reserve` has arrived: it runs its last prompt token in the next step."""
+        self.reserved -= 1
+        request.rank = self._rank(Asked(self._queued, request.arrival_ns, request.prompt_tokens, request.priority))
+        self._queued += 1
+        request.computed_tokens = request.prompt_tokens - 1
+        request.received = True
+        self.blocks.add_keys(request, request.computed_tokens)
+        self._enter(request)
+        self._prefills.append(request)
+
+    def _enter(self, request: Request) -> None:
+        running = self.running
+        self._ascending = not running or (self._ascending and running[-1].rank < request.rank)
+        running.append(request)
+        self._admitted += 1
+        request.order = self._admitted
 
     def _wanted(self, missing_tokens: int) -> int:
         threshold = self.limits.long_prefill_threshold_tokens
@@ -267,6 +316,7 @@ class Scheduler:
         if request.last_step != step - 1:
             request.last_step = NEVER
         request.decode_from = NEVER
+        request.received = False
         request.computed_tokens = 0
         request.preemptions += 1
         heappush(self.waiting, (request.rank, request))
@@ -304,7 +354,7 @@ class Scheduler:
         """Account one chunk whose blocks are taken."""
         context = request.computed_tokens
         after = context + new_tokens
-        if new_tokens > 1 or context < request.prompt_tokens:
+        if new_tokens > 1 or (context < request.prompt_tokens and not request.received):
             rows.append((new_tokens, context))
         else:
             single_kv.append(after)
@@ -345,10 +395,7 @@ class Scheduler:
             if cached or request.tail is not None:
                 blocks.reuse(request, hits, tail_blocks)
             blocks.take(blocks.blocks_for(hit_tokens + new_tokens) - cached)
-            self._ascending = not running or (self._ascending and running[-1].rank < request.rank)
-            running.append(request)
-            self._admitted += 1
-            request.order = self._admitted
+            self._enter(request)
             request.computed_tokens = hit_tokens
             if request.scheduled_ns is None:
                 request.scheduled_ns = now_ns
