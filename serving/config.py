@@ -35,6 +35,15 @@ Role = Literal["both", "prefill", "decode"]
 
 
 @dataclass(frozen=True, slots=True)
+class KvOffload:
+    """Host memory of one rank for KV blocks, and the link to it: one direction, latency once per load."""
+
+    host_gib: float
+    bandwidth_gbps: float
+    latency_us: float
+
+
+@dataclass(frozen=True, slots=True)
 class EngineSettings:
     """Settings of one engine. max_model_len_tokens: None is the model's own maximum. max_num_batched_tokens and
     max_num_seqs: None is what the engine picks for the card; UNLIMITED batched tokens mean max_model_len_tokens.
@@ -45,7 +54,7 @@ class EngineSettings:
     async_scheduling: None is what the engine version does by default.
     step_overhead_us: device time per step that the tables do not contain; None is the value of the GPU's file.
     dp_sync_interval: steps between two agreements of a data-parallel group on whether any of its engines has work.
-    speculation: drafts of the model's own multi-token prediction, None without.
+    speculation: drafts of the model's own multi-token prediction, None without. offload: KV blocks in host memory.
     """
 
     max_model_len_tokens: int | None
@@ -67,6 +76,7 @@ class EngineSettings:
     all2all_backend: str = DEFAULT
     dp_sync_interval: int = 16
     speculation: Speculation | None = None
+    offload: KvOffload | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +186,12 @@ class ParallelFile(Strict):
     ep: Count = 1
 
 
+class KvOffloadFile(Strict):
+    host_gib: Positive
+    bandwidth_gbps: Positive
+    latency_us: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
 class EngineFile(Strict):
     """Names and meanings as in vLLM. Limits without a value are those of its API server for the model and the card."""
 
@@ -198,6 +214,7 @@ class EngineFile(Strict):
     dp_sync_interval: Count = 16
     step_overhead_us: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     speculative: SpeculativeFile | None = None
+    kv_offload: KvOffloadFile | None = None
 
 
 class RoutingFile(Strict):
@@ -328,6 +345,7 @@ def _settings(path: Path, engine: EngineFile) -> EngineSettings:
         all2all_backend=engine.all2all_backend,
         dp_sync_interval=engine.dp_sync_interval,
         speculation=speculation,
+        offload=KvOffload(**engine.kv_offload.model_dump()) if engine.kv_offload else None,
     )
 
 
@@ -364,5 +382,9 @@ def _check(path: Path, cluster: Cluster) -> None:
             )
         if engine.speculation and one.parallel.pp > 1:
             raise ConfigError(f"{where}: speculative with pp {one.parallel.pp} is not simulated; one of both")
+        if engine.offload and not engine.prefix_caching:
+            raise ConfigError(f"{where}: kv_offload needs enable_prefix_caching: the host keeps what that would find")
+        if engine.offload and (one.role != "both" or one.parallel.pp > 1 or engine.speculation):
+            raise ConfigError(f"{where}: kv_offload with a role, pp above 1 or speculative is not simulated")
         if engine.num_gpu_blocks is not None and engine.available_kv_gib is not None:
             raise ConfigError(f"{where}: give num_gpu_blocks or available_kv_gib, not both")

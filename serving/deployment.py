@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -20,19 +20,23 @@ from profiler.core.units import GIB
 from profiler.core.weights import engine_weights
 from serving.capacity import default_batched_tokens, default_num_seqs, memory_budget, require_fit
 from serving.collectives import from_fitted_link
-from serving.config import UNLIMITED, EngineSettings, Instance, PeerMemory
+from serving.config import UNLIMITED, EngineSettings, Instance, KvOffload, PeerMemory
 from serving.core.blocks import BlockPool
 from serving.core.engine import Engine, Group
+from serving.core.host_tier import HostMemory, HostUse, TieredPool
 from serving.core.pipeline import PipelineGroup
 from serving.core.scheduler import Limits, Scheduler
 from serving.core.walk import WalkEngine, WalkScheduler
 from serving.cost import PipelineCost, TableCost, build_cost, default_capture_sizes
 from serving.cost.build import build_pipeline
+from serving.cost.offload import OffloadCost
 from serving.cost.speculative import SpeculativeCost, build_speculative
 from serving.expert_load import routed_load
 from serving.policies import load_policy
 from serving.result import Deployment, Tables
 from serving.speculation import Verified, check_speculation, kernel_notes
+
+AnyCost = TableCost | PipelineCost | SpeculativeCost | OffloadCost
 
 # First vLLM that schedules asynchronously unless told otherwise.
 _ASYNC_SINCE = (0, 14)
@@ -46,7 +50,7 @@ class Deployed:
     """
 
     deployment: Deployment
-    cost: TableCost | PipelineCost | SpeculativeCost
+    cost: AnyCost
     groups: tuple[Group | PipelineGroup, ...]
     meta: Mapping[str, Any]
     kv: KvLayout
@@ -59,16 +63,31 @@ class Deployed:
             raise ConfigError(f"pp {pp}: the step of a pipeline is not one list of kernels; use an instance with pp 1")
         if isinstance(self.cost, SpeculativeCost):
             raise ConfigError("speculative: a step with drafts is several passes; use an instance without")
-        return self.cost
+        return self.cost.cost if isinstance(self.cost, OffloadCost) else self.cost
 
     def after_run(self) -> Deployment:
         """The deployment with what its engines counted."""
         one = self.deployment
+        pools = [engine.scheduler.blocks for group in self.groups for engine in group.engines]
+        uses = [pool.use for pool in pools if isinstance(pool, TieredPool)]
+        if uses:
+            return replace(one, host_use=_summed(uses))
         if one.verified is None:
             return one
         walks = [engine.walk for group in self.groups for engine in group.engines if isinstance(engine, WalkEngine)]
         counts = tuple(map(sum, zip(*(walk.verifications for walk in walks), strict=True)))
         return replace(one, verified=replace(one.verified, verifications=counts))
+
+
+def _summed(uses: Sequence[HostUse]) -> HostUse:
+    return HostUse(
+        asked=sum(one.asked for one in uses),
+        hit_gpu=sum(one.hit_gpu for one in uses),
+        hit_host=sum(one.hit_host for one in uses),
+        stored=sum(one.stored for one in uses),
+        evicted=sum(one.evicted for one in uses),
+        longest_backlog_ns=max(one.longest_backlog_ns for one in uses),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +139,7 @@ def deploy(
     if speculation is not None:
         check_speculation(speculation, spec, limits.max_model_len_tokens)
     queries = 1 + speculation.tokens if speculation else 1
-    cost = _pricing(instance)(
+    cost: AnyCost = _pricing(instance)(
         bundle=bundle,
         spec=spec,
         parallel=group,
@@ -137,6 +156,10 @@ def deploy(
         all2all_backend=instance.engine.all2all_backend,
         allow_extrapolation=allow_extrapolation,
     )
+    host = _host_memory(instance.engine.offload, kv.layout)
+    if host is not None:
+        assert isinstance(cost, TableCost)
+        cost = OffloadCost(cost, host)
     deployment = Deployment(
         model=spec.name,
         hardware=hardware_name,
@@ -161,6 +184,7 @@ def deploy(
         all2all_backend=instance.engine.all2all_backend,
         layers=instance.layers,
         role=instance.role,
+        host=host,
         verified=Verified(speculation, (), kernel_notes(speculation, spec, hardware.architecture if hardware else None))
         if speculation
         else None,
@@ -181,17 +205,17 @@ def _own_variant(
     return name if name in there else None
 
 
-def _groups(
-    one: Deployment, spec: ModelSpec, cost: TableCost | PipelineCost | SpeculativeCost, sync_steps: int
-) -> tuple[Group | PipelineGroup, ...]:
+def _groups(one: Deployment, spec: ModelSpec, cost: AnyCost, sync_steps: int) -> tuple[Group | PipelineGroup, ...]:
     """The engines of a deployment, those in lockstep together."""
     cap = spec.indexer.attended_cap_tokens if spec.indexer else None
     policy = load_policy(one.policy)
 
     def pool() -> BlockPool:
+        if one.host is not None:
+            return TieredPool(one.num_gpu_blocks, one.block_tokens, one.host, 2 if one.async_scheduling else 1)
         return BlockPool(one.num_gpu_blocks, one.block_tokens, one.prefix_caching)
 
-    if not isinstance(cost, TableCost):
+    if isinstance(cost, PipelineCost | SpeculativeCost):
         speculation = one.verified.speculation if one.verified else None
         pp = one.parallel.pp
         walking = [
@@ -226,6 +250,17 @@ def _groups(
     ]
     members = [engines] if one.lockstep else [[engine] for engine in engines]
     return tuple(Group(some, cost, asynchronous=one.async_scheduling, sync_steps=sync_steps) for some in members)
+
+
+def _host_memory(asked: KvOffload | None, layout: KvLayout) -> HostMemory | None:
+    """Raises ConfigError when not one block fits."""
+    if asked is None:
+        return None
+    blocks = math.floor(asked.host_gib * GIB / layout.bytes_per_block)
+    if not blocks:
+        raise ConfigError(f"kv_offload.host_gib {asked.host_gib:g} holds no block of {layout.bytes_per_block:,} bytes")
+    block_ns = max(1, round(layout.bytes_per_block / asked.bandwidth_gbps))
+    return HostMemory(blocks, block_ns, round(asked.latency_us * 1e3))
 
 
 def _pricing(instance: Instance) -> Callable[..., TableCost | PipelineCost | SpeculativeCost]:

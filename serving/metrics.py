@@ -201,6 +201,7 @@ def _deployment(one: Deployment) -> dict[str, Any]:
         "expert_placement": one.expert_placement,
         "all2all_backend": one.all2all_backend,
         "role": one.role,
+        "kv_offload": _offload(one) if one.host and one.host_use else None,
         "speculative": _speculative(one.verified) if one.verified else None,
         "tables": {
             "hardware": one.tables.hardware,
@@ -246,4 +247,23 @@ def _sent(one: Sent) -> dict[str, Any]:
         "mean_link_wait_ns": traffic.link_wait_ns / count if count else None,
         "mean_transfer_ns": traffic.transfer_ns / count if count else None,
         "longest_admission_queue": traffic.longest_queue,
+    }
+
+
+def _offload(one: Deployment) -> dict[str, Any]:
+    """Hit rates are shares of the full blocks of known content that requests brought when they were admitted."""
+    host, use = one.host, one.host_use
+    assert host is not None and use is not None
+    return {
+        "host_blocks_per_rank": host.blocks,
+        "block_ns": host.block_ns,
+        "latency_ns": host.latency_ns,
+        "asked_blocks": use.asked,
+        "gpu_hit_blocks": use.hit_gpu,
+        "host_hit_blocks": use.hit_host,
+        "gpu_hit_rate": use.hit_gpu / use.asked if use.asked else None,
+        "host_hit_rate": use.hit_host / use.asked if use.asked else None,
+        "stored_blocks": use.stored,
+        "evicted_blocks": use.evicted,
+        "longest_write_backlog_ns": use.longest_backlog_ns,
     }

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from profiler.core.types import Parallel
 from serving.core.disaggregated import Traffic, Wire
+from serving.core.host_tier import HostMemory, HostUse
 from serving.core.runlog import RequestRecord
 from serving.core.scheduler import Limits
 from serving.speculation import Verified
@@ -28,7 +29,8 @@ class Deployment:
 
     engines: the instance_ids of its data-parallel ranks. lockstep: they step together. num_gpu_blocks (per rank)
     includes the null block; block_tokens is the tokens of a sequence that one block stands for. layers: only the first
-    of the model, None for all. verified: what came of speculative decoding, None without.
+    of the model, None for all. verified: what came of speculative decoding, None without. host, host_use: KV blocks in
+    the host memory of one rank, and what came of them over all ranks; None without.
     """
 
     model: str
@@ -55,6 +57,8 @@ class Deployment:
     layers: int | None = None
     verified: Verified | None = None
     role: str = "both"
+    host: HostMemory | None = None
+    host_use: HostUse | None = None
 
     @property
     def kv_tokens(self) -> int:

@@ -69,6 +69,10 @@ def _instance_lines(one: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         length = drafts["mean_acceptance_length"]
         mean = "no verification" if length is None else f"{length:.2f} tokens per verification"
         yield "  speculative", f"{drafts['tokens']} drafts, {mean}; " + "; ".join(drafts["notes"])
+    if tier := one["kv_offload"]:
+        rates = [tier["gpu_hit_rate"], tier["host_hit_rate"]]
+        found = "nothing asked" if None in rates else f"hits {rates[0]:.1%} in the cache, {rates[1]:.1%} in the host"
+        yield "  host memory", f"{tier['host_blocks_per_rank']:,} blocks per rank; {found}"
     yield "  tables", f"{tables['provenance']}: {tables['hardware']}/{tables['variant']}, {tables['engine']}"
 
 

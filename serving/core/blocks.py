@@ -85,6 +85,16 @@ class BlockPool:
                 found += 1
         return found
 
+    def begin(self, now_ns: int) -> None:
+        """A step is composed at `now_ns`; for pools with a second tier."""
+
+    def in_host(self, request: Request, total_tokens: int, found: int, now_ns: int) -> int:
+        """Blocks behind the `found` ones of a lookup that a second tier can load."""
+        return 0
+
+    def admitted(self, request: Request, total_tokens: int, found: int, loaded: int) -> None:
+        """A waiting request enters with that many blocks found and loaded; for pools with a second tier."""
+
     def revived(self, hits: Sequence[Cached], tail_blocks: int) -> int:
         """How many of the blocks that a lookup found are free now and would be taken by their reuse."""
         return tail_blocks + sum(1 for block in hits if not block.references)

@@ -84,6 +84,7 @@ class Scheduler:
         self._ending: dict[int, list[Request]] = {}
         self._resumed: list[Request] = []
         self._late: list[tuple[Request, int]] = []
+        self._loaded = 0
         self._queued = 0
         self._admitted = 0
         self._ascending = True
@@ -110,6 +111,8 @@ class Scheduler:
         is then how many of the step's tokens follow one of the step before in their request.
         """
         decodes, limits = self.decodes, self.limits
+        self.blocks.begin(now_ns)
+        self._loaded = 0
         for request in self._ending.get(step - 1, ()):
             if request.decoding and request.last_step == step - 1:
                 decodes.leave(request, step)
@@ -380,7 +383,8 @@ class Scheduler:
             total = request.prompt_tokens + request.emitted_tokens
             hits, tail_blocks = blocks.lookup(request, total)
             cached = len(hits) + tail_blocks
-            hit_tokens = cached * blocks.block_tokens
+            loaded = blocks.in_host(request, total, len(hits), now_ns)
+            hit_tokens = (cached + loaded) * blocks.block_tokens
             new_tokens = self._wanted(total - hit_tokens)
             if new_tokens > left:
                 if not limits.chunked_prefill:
@@ -395,6 +399,8 @@ class Scheduler:
             if cached or request.tail is not None:
                 blocks.reuse(request, hits, tail_blocks)
             blocks.take(blocks.blocks_for(hit_tokens + new_tokens) - cached)
+            blocks.admitted(request, total, len(hits), loaded)
+            self._loaded += loaded
             self._enter(request)
             request.computed_tokens = hit_tokens
             if request.scheduled_ns is None:
@@ -418,7 +424,8 @@ class Scheduler:
             total += sum(single_kv)
             capped += sum(single_kv if cap is None else [min(kv, cap) for kv in single_kv])
             longest = max(longest, *single_kv)
-        return StepShape(tuple(rows), count + len(single_kv), total, longest, capped, count + complete)
+        shape = StepShape(tuple(rows), count + len(single_kv), total, longest, capped, count + complete)
+        return shape._replace(loaded_blocks=self._loaded) if self._loaded else shape
 
     def _first_token(self, request: Request, step: int) -> None:
         """All tokens of `request` are computed by `step`, which yields its next one."""

@@ -17,6 +17,7 @@ class StepShape(NamedTuple):
     more row for each of them.
     decode_query_tokens: query tokens of each decode request; more than one only where drafts are verified as such.
     drafted: under speculative decoding what a draft pass behind the first runs, one token per request of the batch.
+    loaded_blocks: KV blocks that the step waits for, from host memory.
     """
 
     prefills: tuple[tuple[int, int], ...]
@@ -27,6 +28,7 @@ class StepShape(NamedTuple):
     sampled_sequences: int
     decode_query_tokens: int = 1
     drafted: "StepShape | None" = None
+    loaded_blocks: int = 0
 
     @property
     def tokens(self) -> int:
