@@ -24,11 +24,7 @@ UTILIZATION = 0.80
 
 
 def create(options: EngineOptions) -> "VllmEngine":
-    try:
-        version = importlib.metadata.version("vllm")
-    except importlib.metadata.PackageNotFoundError:
-        raise AcquisitionError("the vllm engine needs the vllm package: pip install 'sparsight[vllm]'") from None
-    boot.check_version(version)
+    version = boot.installed_version()
     boot.set_environment()
     return VllmEngine(options, version)
 
@@ -242,7 +238,8 @@ class VllmEngine:
         if self._options.spec.moe is None:
             return {}
         kernel = self._routed_experts().quant_method.moe_kernel
-        return {"1": type(kernel.fused_experts).__name__, **{str(ep): s.backend for ep, s in self._slices.items()}}
+        own = type(kernel.fused_experts).__name__
+        return {"1": own, **{str(ep): experts.SLICE_BACKEND for ep in self._options.ep_degrees if ep > 1}}
 
     def _num_layers(self) -> int:
         return int(self._boot.runner.vllm_config.model_config.hf_text_config.num_hidden_layers)

@@ -23,7 +23,7 @@ from profiler.core.errors import AcquisitionError, ConfigError
 @click.option("--max-num-batched-tokens", type=click.IntRange(1), default=8192, show_default=True)
 @click.option("--max-num-seqs", type=click.IntRange(1), default=256, show_default=True)
 @click.option("--kv-cache-dtype", default="auto", show_default=True)
-@click.option("--block-size", type=click.IntRange(1), help="[default: the engine's choice]")
+@click.option("--block-size", "block_tokens", type=click.IntRange(1), help="[default: the engine's choice]")
 @click.option("--utilization", type=click.FloatRange(0, 1, min_open=True), default=0.9, show_default=True)
 @click.option("--num-gpu-blocks", type=click.IntRange(2), help="Override the number of KV blocks, to saturate them.")
 @click.option("--eager/--graphs", default=False, show_default=True, help="Without or with CUDA graphs.")
@@ -79,22 +79,9 @@ def run(
             raise ConfigError(f"{dataset}: request {index} needs more than --max-model-len {length}")
     vllm_driver.check_card(card.name)
     count = layers or spec.num_layers
-    arguments = vllm_driver.EngineArguments(
-        max_model_len=length,
-        max_num_batched_tokens=engine["max_num_batched_tokens"],
-        max_num_seqs=engine["max_num_seqs"],
-        kv_cache_dtype=engine["kv_cache_dtype"],
-        utilization=engine["utilization"],
-        num_gpu_blocks=engine["num_gpu_blocks"],
-        block_tokens=engine["block_size"],
-        eager=engine["eager"],
-        prefix_caching=engine["prefix_caching"],
-        async_scheduling=engine["async_scheduling"],
-        seed=engine["seed"],
-    )
+    arguments = vllm_driver.EngineArguments(max_model_len=length, **engine)
     config = cut(spec, load_model_config(model), count)
-    started = _now()
-    driver = vllm_driver.VllmDriver(config, output / "model", arguments)
+    driver = vllm_driver.VllmDriver(config, arguments)
     for number in range(1, plays + 1):
         driver.begin()
         started = _now()
@@ -104,7 +91,7 @@ def run(
         click.echo(f"play {number}: {len(steps)} steps, {len(stalls)} stall", err=True)
         if not stalls:
             break
-    if wrong := vllm_driver.lengths_are_exact(requests, finished):
+    if wrong := vllm_driver.wrong_lengths(requests, finished):
         raise AcquisitionError("lengths differ from the trace: " + "; ".join(wrong[:3]))
     facts = driver.facts()
     meta = {
@@ -122,7 +109,7 @@ def run(
         "plays": number,
         "stalled_steps": len(stalls),
     }
-    cluster = vllm_driver.cluster_file(spec.name, card.name, count, arguments.kv_cache_dtype, arguments, facts)
+    cluster = vllm_driver.cluster_file(spec.name, card.name, count, arguments, facts)
     write_recording(output, cluster, meta, facts, finished, steps, tick_seconds)
     click.echo(json.dumps({"recording": str(output), "steps": len(steps), "requests": len(finished)}))
     if stalls:

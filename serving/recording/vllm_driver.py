@@ -4,7 +4,6 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from profiler.core.errors import AcquisitionError
@@ -66,35 +65,19 @@ def check_card(hardware: str) -> None:
 class VllmDriver:
     """The engine of `serving.recording.drive.play`. Weights are random normal, so that routing and scores are real."""
 
-    def __init__(self, config: Mapping[str, Any], folder: Path, arguments: EngineArguments) -> None:
-        """Starts vLLM on `config` (a raw HF config, already reduced), written to `folder`/config.json."""
-        import importlib.metadata
-        import json
-
+    def __init__(self, config: Mapping[str, Any], arguments: EngineArguments) -> None:
+        """Starts vLLM on `config`, a raw HF config, already reduced. Raises AcquisitionError when it cannot."""
         from profiler.engines.vllm_support import boot, state
 
-        boot.check_version(importlib.metadata.version("vllm"))
+        self._version = boot.installed_version()
         boot.set_environment(boot.SERVING_ENVIRONMENT)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.json").write_text(json.dumps(dict(config)))
-        import vllm
-
-        self._llm = vllm.LLM(
-            model=str(folder),
-            load_format="dummy",
-            skip_tokenizer_init=True,
-            disable_log_stats=False,
-            trust_remote_code=False,
-            **arguments.keywords(),
-        )
-        self._engine = self._llm.llm_engine
-        self._core = self._engine.engine_core.engine_core
-        worker = self._core.model_executor.driver_worker
-        self.worker = getattr(worker, "worker", worker)
-        self.runner = self.worker.model_runner
+        started = boot.start(config, disable_log_stats=False, **arguments.keywords())
+        self._started = started
+        self._engine = started.llm.llm_engine
+        self.worker, self.runner = started.worker, started.runner
         self.vocab = int(self.runner.vllm_config.model_config.get_vocab_size())
         state.randomise_weights(self.runner.get_model())
-        self._log = _StepLog(self._core, self.runner)
+        self._log = _StepLog(started.core, self.runner)
 
     def add(self, request: TraceRequest) -> None:
         from vllm import SamplingParams
@@ -128,7 +111,7 @@ class VllmDriver:
 
     def begin(self) -> None:
         """Forgets the steps so far and empties the prefix cache: the next play starts as the first one did."""
-        self._llm.reset_prefix_cache()
+        self._started.llm.reset_prefix_cache()
         self._log.clear()
 
     def steps(self) -> list[Step]:
@@ -136,8 +119,6 @@ class VllmDriver:
 
     def facts(self) -> dict[str, Any]:
         """Memory in GiB as the engine counted it, its blocks, and what ran."""
-        import importlib.metadata
-
         from profiler.engines.vllm_engine import gpu_facts
 
         gib = 1 << 30
@@ -147,7 +128,7 @@ class VllmDriver:
         memory["weights"] = self.runner.model_memory_usage
         backends = sorted({g.backend.get_name() for group in self.runner.attn_groups for g in group})
         return {
-            "vllm": importlib.metadata.version("vllm"),
+            "vllm": self._version,
             "gpu": gpu_facts(),
             "memory_gib": {name: value / gib for name, value in memory.items() if value is not None},
             "num_gpu_blocks": int(self.runner.kv_cache_config.num_blocks),
@@ -268,7 +249,7 @@ class _StepLog:
 
 
 def cluster_file(
-    model: str, hardware: str, layers: int, kv_layout_dtype: str, arguments: EngineArguments, facts: Mapping[str, Any]
+    model: str, hardware: str, layers: int, arguments: EngineArguments, facts: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The same deployment as a cluster file of `serving replay`, with the blocks that the engine had."""
     return {
@@ -281,7 +262,7 @@ def cluster_file(
                     "max_model_len": arguments.max_model_len,
                     "max_num_batched_tokens": arguments.max_num_batched_tokens,
                     "max_num_seqs": arguments.max_num_seqs,
-                    "kv_cache_dtype": kv_layout_dtype,
+                    "kv_cache_dtype": arguments.kv_cache_dtype,
                     "gpu_memory_utilization": arguments.utilization,
                     "num_gpu_blocks": facts["num_gpu_blocks"],
                     "enforce_eager": arguments.eager,
@@ -293,7 +274,7 @@ def cluster_file(
     }
 
 
-def lengths_are_exact(asked: Sequence[TraceRequest], got: Sequence[Finished]) -> list[str]:
+def wrong_lengths(asked: Sequence[TraceRequest], got: Sequence[Finished]) -> list[str]:
     """Requests whose lengths are not those of the trace, one line each."""
     by_id = {one.request_id: one for one in got}
     wrong = []

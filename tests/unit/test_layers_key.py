@@ -33,7 +33,7 @@ def bundles(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def recorded_cluster(folder: Path, layers: int, **engine: object) -> Path:
     """The cluster file that `record` writes beside a recording of `layers` layers."""
-    content = cluster_file(priced.MODEL, "H200", layers, "auto", ARGUMENTS, {"num_gpu_blocks": 500})
+    content = cluster_file(priced.MODEL, "H200", layers, ARGUMENTS, {"num_gpu_blocks": 500})
     content["instances"][0]["engine"] |= engine
     path = folder / "config.json"
     path.write_text(json.dumps(content))

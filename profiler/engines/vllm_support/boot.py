@@ -1,5 +1,6 @@
 """Start vLLM in this process on a shrunken stack with dummy weights, and reach its worker and model runner."""
 
+import importlib.metadata
 import json
 import os
 import tempfile
@@ -33,7 +34,7 @@ ENVIRONMENT = {
 class Boot:
     """A running engine. `runner` executes steps; `kv_caches` maps layer name to cache tensor."""
 
-    llm: Any
+    started: "Started"
     worker: Any
     runner: Any
     model: Any
@@ -69,6 +70,49 @@ def register_native() -> None:
     ModelRegistry.register_model("DeepseekV32ForCausalLM", "vllm.models.deepseek_v32:DeepseekV32ForCausalLM")
 
 
+def installed_version() -> str:
+    """The version of vllm here. Raises AcquisitionError when it is absent or outside the catalog."""
+    try:
+        version = importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        raise AcquisitionError("vllm is not installed: pip install 'sparsight[vllm]'") from None
+    check_version(version)
+    return version
+
+
+@dataclass(frozen=True)
+class Started:
+    """An engine in this process and its parts; the folder holds its config.json and goes with it."""
+
+    llm: Any
+    core: Any
+    worker: Any
+    runner: Any
+    folder: Any
+
+
+def start(config: Mapping[str, Any], **keywords: Any) -> Started:
+    """vllm.LLM on dummy weights of a raw HF config (already shrunk and sharded), with further `keywords` of its own.
+
+    Raises AcquisitionError with the engine's own message when it does not start.
+    """
+    folder = tempfile.TemporaryDirectory(prefix="sparsight-model-")
+    Path(folder.name, "config.json").write_text(json.dumps(dict(config)))
+    import vllm
+
+    try:
+        llm = vllm.LLM(
+            model=folder.name, load_format="dummy", skip_tokenizer_init=True, trust_remote_code=False, **keywords
+        )
+    except Exception as error:
+        folder.cleanup()
+        raise AcquisitionError(f"vllm did not start: {type(error).__name__}: {error}") from error
+    core = llm.llm_engine.engine_core.engine_core
+    worker = core.model_executor.driver_worker
+    worker = getattr(worker, "worker", worker)
+    return Started(llm, core, worker, worker.model_runner, folder)
+
+
 def boot(
     config: Mapping[str, Any],
     *,
@@ -79,36 +123,20 @@ def boot(
     block_tokens: int | None,
     utilization: float,
 ) -> Boot:
-    """Build the engine from a raw HF config (already shrunk and sharded) written to a temporary folder.
-
-    Raises AcquisitionError with the engine's own message when it does not start.
-    """
-    folder = Path(tempfile.mkdtemp(prefix="sparsight-model-"))
-    (folder / "config.json").write_text(json.dumps(config))
-    import vllm
-
-    try:
-        llm = vllm.LLM(
-            model=str(folder),
-            load_format="dummy",
-            skip_tokenizer_init=True,
-            enforce_eager=True,
-            enable_prefix_caching=False,
-            async_scheduling=False,
-            max_model_len=max_model_len,
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_num_seqs=max_num_seqs,
-            kv_cache_dtype=kv_cache_dtype,
-            gpu_memory_utilization=utilization,
-            trust_remote_code=False,
-            **({} if block_tokens is None else {"block_size": block_tokens}),
-        )
-    except Exception as error:
-        raise AcquisitionError(f"vllm did not start: {type(error).__name__}: {error}") from error
-    core = llm.llm_engine.engine_core.engine_core
-    worker = core.model_executor.driver_worker
-    worker = getattr(worker, "worker", worker)
-    runner = worker.model_runner
+    """Start an engine for profiling: eager, no prefix cache, steps driven from outside. Raises as `start` does."""
+    started = start(
+        config,
+        enforce_eager=True,
+        enable_prefix_caching=False,
+        async_scheduling=False,
+        max_model_len=max_model_len,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_num_seqs=max_num_seqs,
+        kv_cache_dtype=kv_cache_dtype,
+        gpu_memory_utilization=utilization,
+        **({} if block_tokens is None else {"block_size": block_tokens}),
+    )
+    runner = started.runner
     cache_config = runner.vllm_config.cache_config
     caches = {
         name: layer.kv_cache
@@ -116,8 +144,8 @@ def boot(
         if getattr(layer, "kv_cache", None) is not None and layer.kv_cache.numel()
     }
     return Boot(
-        llm=llm,
-        worker=worker,
+        started=started,
+        worker=started.worker,
         runner=runner,
         model=runner.get_model(),
         num_blocks=int(runner.kv_cache_config.num_blocks),

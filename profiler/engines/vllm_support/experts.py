@@ -2,12 +2,15 @@
 
 from typing import Any
 
+SLICE_BACKEND = "TritonExperts"
+"""The class that runs a slice of the experts; all experts together run on the engine's own choice."""
+
 
 class ExpertSlice:
     """The first num_experts / ep experts of a layer behind an expert map, as an EP rank holds them.
 
     routed: vLLM's RoutedExperts module of one MoE layer (all experts loaded); the slice shares its weights.
-    Only the Triton back end of block-scaled fp8 and of bf16 weights is built; `backend` names it.
+    Only the Triton back end of block-scaled fp8 and of bf16 weights is built.
     """
 
     def __init__(self, routed: Any, num_experts: int, ep: int) -> None:
@@ -26,9 +29,8 @@ class ExpertSlice:
             self.expert_map = mapping
         if ep == 1:
             self.kernel = method.moe_kernel
-            self.backend = type(self.kernel.fused_experts).__name__
         else:
-            self.kernel, self.backend = _triton_kernel(routed, method, self.local)
+            self.kernel = _triton_kernel(routed, method, self.local)
 
     def __call__(self, hidden: Any, topk_weights: Any, topk_ids: Any) -> Any:
         """hidden (tokens, hidden) bf16; topk_weights (tokens, k) fp32; topk_ids (tokens, k) int32 global expert ids."""
@@ -45,7 +47,7 @@ class ExpertSlice:
         )
 
 
-def _triton_kernel(routed: Any, method: Any, local: int) -> tuple[Any, str]:
+def _triton_kernel(routed: Any, method: Any, local: int) -> Any:
     from vllm.model_executor.layers.fused_moe.config import fp8_w8a8_moe_quant_config
     from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
     from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEKernel
@@ -61,4 +63,4 @@ def _triton_kernel(routed: Any, method: Any, local: int) -> tuple[Any, str]:
             block_shape=method.weight_block_size,
         )
     experts = TritonExperts(moe_config=routed.moe_config, quant_config=quant)
-    return FusedMoEKernel(MoEPrepareAndFinalizeNoDPEPModular(), experts), "TritonExperts"
+    return FusedMoEKernel(MoEPrepareAndFinalizeNoDPEPModular(), experts)

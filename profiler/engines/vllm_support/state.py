@@ -5,6 +5,7 @@ near-zero operands draw less power. Normal weights scaled by fan-in keep activat
 choice over the groups and give distinct index scores.
 """
 
+from math import log2
 from typing import Any
 
 SEED = 20261
@@ -49,7 +50,7 @@ def _randomise(name: str, data: Any, generator: Any) -> str:
     if "scale" in leaf:
         # Fan-in of a scaled matrix: scale columns x 128.
         fan_in = data.shape[-1] * 128 if data.dim() >= 2 else 7168
-        data.fill_(2.0 ** round(_log2(fan_in**-0.5 / FP8_STD)))
+        data.fill_(2.0 ** round(log2(fan_in**-0.5 / FP8_STD)))
         return "scale"
     if "norm" in name and leaf == "weight":
         data.fill_(1.0)
@@ -62,12 +63,6 @@ def _randomise(name: str, data: Any, generator: Any) -> str:
         return "embedding"
     data.normal_(std=data.shape[-1] ** -0.5, generator=generator)
     return "matrix"
-
-
-def _log2(value: float) -> float:
-    from math import log2
-
-    return log2(value)
 
 
 def randomise_caches(caches: dict[str, Any], seed: int = SEED) -> None:

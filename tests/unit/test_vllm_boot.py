@@ -1,0 +1,62 @@
+"""Starting vLLM, with a stand-in module that has its shape: what is passed on, what is reached, what is refused."""
+
+import json
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from profiler.core.errors import AcquisitionError
+from profiler.engines.vllm_support import boot
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Keyword arguments of every vllm.LLM, each with the config.json that its model folder held."""
+    seen: list[dict[str, Any]] = []
+    runner = SimpleNamespace(name="runner")
+    core = SimpleNamespace(
+        model_executor=SimpleNamespace(driver_worker=SimpleNamespace(worker=SimpleNamespace(model_runner=runner)))
+    )
+
+    class LLM:
+        def __init__(self, **keywords: Any) -> None:
+            if keywords.get("max_model_len") == 13:
+                raise ValueError("no KV cache left")
+            seen.append({**keywords, "config": json.loads(Path(keywords["model"], "config.json").read_text())})
+            self.llm_engine = SimpleNamespace(engine_core=SimpleNamespace(engine_core=core))
+
+    module = ModuleType("vllm")
+    module.LLM = LLM  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm", module)
+    return seen
+
+
+def test_an_engine_is_started_on_the_config_and_its_parts_are_reached(calls: list[dict[str, Any]]) -> None:
+    started = boot.start({"hidden_size": 64}, max_model_len=128, enforce_eager=True)
+    (call,) = calls
+    assert call["config"] == {"hidden_size": 64}
+    assert call["load_format"] == "dummy" and call["max_model_len"] == 128 and call["trust_remote_code"] is False
+    assert started.runner.name == "runner" and started.worker.model_runner is started.runner
+    assert Path(call["model"], "config.json").exists()
+    started.folder.cleanup()
+    assert not Path(call["model"]).exists()
+
+
+def test_an_engine_that_does_not_start_says_why(calls: list[dict[str, Any]]) -> None:
+    with pytest.raises(AcquisitionError, match="vllm did not start: ValueError: no KV cache left"):
+        boot.start({}, max_model_len=13)
+    assert calls == []
+
+
+def test_an_absent_vllm_is_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    import importlib.metadata
+
+    def absent(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", absent)
+    with pytest.raises(AcquisitionError, match=r"vllm is not installed: pip install 'sparsight\[vllm\]'"):
+        boot.installed_version()
