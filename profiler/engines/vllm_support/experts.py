@@ -2,18 +2,20 @@
 
 from typing import Any
 
+from profiler.engines.vllm_support import expert_backends
+
 SLICE_BACKEND = "TritonExperts"
-"""The class that runs a slice of the experts; all experts together run on the engine's own choice."""
+"""The class that runs a slice of the experts unless told otherwise; all experts together run on the engine's own."""
 
 
 class ExpertSlice:
     """The first num_experts / ep experts of a layer behind an expert map, as an EP rank holds them.
 
     routed: vLLM's RoutedExperts module of one MoE layer (all experts loaded); the slice shares its weights.
-    Only the Triton back end of block-scaled fp8 and of bf16 weights is built.
+    backend: class of the experts in `expert_backends.KERNELS`, for ep > 1; ep 1 runs the engine's own kernel.
     """
 
-    def __init__(self, routed: Any, num_experts: int, ep: int) -> None:
+    def __init__(self, routed: Any, num_experts: int, ep: int, backend: str = SLICE_BACKEND) -> None:
         import torch
 
         self.local = num_experts // ep
@@ -30,7 +32,7 @@ class ExpertSlice:
         if ep == 1:
             self.kernel = method.moe_kernel
         else:
-            self.kernel = _triton_kernel(routed, method, self.local)
+            self.kernel = expert_backends.slice_kernel(backend, routed, self.local, ep)
 
     def __call__(self, hidden: Any, topk_weights: Any, topk_ids: Any) -> Any:
         """hidden (tokens, hidden) bf16; topk_weights (tokens, k) fp32; topk_ids (tokens, k) int32 global expert ids."""
@@ -46,21 +48,3 @@ class ExpertSlice:
             apply_router_weight_on_input=False,
         )
 
-
-def _triton_kernel(routed: Any, method: Any, local: int) -> Any:
-    from vllm.model_executor.layers.fused_moe.config import fp8_w8a8_moe_quant_config
-    from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
-    from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEKernel
-    from vllm.model_executor.layers.fused_moe.prepare_finalize.no_dp_ep import MoEPrepareAndFinalizeNoDPEPModular
-
-    name = getattr(method, "weight_scale_name", None)
-    if name is None:
-        quant = method.get_fused_moe_quant_config(routed)
-    else:
-        quant = fp8_w8a8_moe_quant_config(
-            w1_scale=getattr(routed, f"w13_{name}")[:local],
-            w2_scale=getattr(routed, f"w2_{name}")[:local],
-            block_shape=method.weight_block_size,
-        )
-    experts = TritonExperts(moe_config=routed.moe_config, quant_config=quant)
-    return FusedMoEKernel(MoEPrepareAndFinalizeNoDPEPModular(), experts)
