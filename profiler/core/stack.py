@@ -1,9 +1,10 @@
 """The layer stack of a checkpoint: where its text fields are, what each layer runs, shrinking and folding."""
 
 import copy
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from profiler.core.errors import ConfigError
 from profiler.core.registry import family
@@ -68,6 +69,9 @@ def stages(num_layers: int, pp: int) -> tuple[range, ...]:
     return tuple(range(start, start + size) for start, size in zip(starts, sizes, strict=True))
 
 
+_LAYER_NUMBER: Final = re.compile(r"(^|\.)layers\.(\d+)(?=\.|$)")
+
+
 def shrunk_layers(spec: ModelSpec) -> int:
     """The fewest leading layers that contain every layer kind of the model."""
     return max(spec.layers.index(kind) for kind in spec.kinds) + 1
@@ -85,21 +89,96 @@ def shrink(spec: ModelSpec, config: Mapping[str, Any]) -> tuple[int, dict[str, A
 
 def cut(spec: ModelSpec, config: Mapping[str, Any], layers: int) -> dict[str, Any]:
     """A deep copy of a raw config with the first `layers` layers alone, its per-layer lists of that length."""
+    return take(spec, config, range(layers))
+
+
+def one_of_each(spec: ModelSpec) -> tuple[int, ...]:
+    """The first layer of every kind, ascending: the fewest layers that run all that the model runs."""
+    return tuple(sorted(spec.layers.index(kind) for kind in spec.kinds))
+
+
+def stack_of(
+    spec: ModelSpec, config: Mapping[str, Any], like: Sequence[str] | None = None
+) -> tuple[tuple[int, ...], dict[str, Any]]:
+    """The layers to profile, by their number in the model, and a raw config of these alone.
+
+    One layer of each kind where a config can say that, else the fewest leading layers that have them all. like: the
+    layer kinds (LayerKind.name, in order) of runs to be continued, which take the one or the other. Raises ConfigError
+    when they are neither.
+    """
+    # Imported here, since the registry imports the families, and they import this module.
+    from profiler.core.registry import read_model
+
+    leading = tuple(range(shrunk_layers(spec)))
+    found = []
+    for layers in dict.fromkeys((one_of_each(spec), leading)):
+        small = take(spec, config, layers)
+        try:
+            same = read_model(spec.name, small).layers == tuple(spec.layers[i] for i in layers)
+        except ConfigError:
+            same = False
+        if same or layers == leading:
+            found.append((layers, small))
+    if like is None:
+        return found[0]
+    for layers, small in found:
+        if tuple(spec.layers[i].name for i in layers) == tuple(like):
+            return layers, small
+    stacks = " or ".join(", ".join(spec.layers[i].name for i in layers) for layers, _ in found)
+    raise ConfigError(f"{spec.name}: the earlier runs are of the layers {', '.join(like)}; this version runs {stacks}")
+
+
+def take(spec: ModelSpec, config: Mapping[str, Any], layers: Sequence[int]) -> dict[str, Any]:
+    """A deep copy of a raw config with `layers` of its layers alone, renumbered from 0, and what names layers adapted.
+
+    That is `num_hidden_layers`, per-layer lists and patterns, and the modules that a quantisation leaves out. Where
+    the layers are not the leading ones also the rules by layer number: `first_k_dense_replace`, and the rule of layers
+    that share a selection, which becomes a pattern.
+    """
     result = copy.deepcopy(dict(config))
     text = result["text_config"] if result.get("text_config") is not None else result
-    _cut_lists(text, spec.num_layers, layers)
-    text["num_hidden_layers"] = layers
+    _take_lists(text, spec.num_layers, layers)
+    text["num_hidden_layers"] = len(layers)
+    holders = [result] if text is result else [result, text]
+    for quantization in (fields.get("quantization_config") for fields in holders):
+        if isinstance(quantization, dict):
+            for key, value in quantization.items():
+                if isinstance(value, list) and all(isinstance(name, str) for name in value):
+                    quantization[key] = _take_names(value, spec.num_layers, layers)
+    if tuple(layers) == tuple(range(len(layers))):
+        return result
+    kinds = [spec.layers[i] for i in layers]
+    if "first_k_dense_replace" in text:
+        text["first_k_dense_replace"] = next((i for i, kind in enumerate(kinds) if kind.mlp == "moe"), len(kinds))
+    if any(kind.selection == "shared" for kind in kinds):
+        text["index_topk_pattern"] = "".join("S" if kind.selection == "shared" else "F" for kind in kinds)
     return result
 
 
-def _cut_lists(fields: dict[str, Any], old: int, new: int) -> None:
+def _take_lists(fields: dict[str, Any], old: int, layers: Sequence[int]) -> None:
     for key, value in fields.items():
         if key == "quantization_config":
             continue
         if isinstance(value, dict):
-            _cut_lists(value, old, new)
-        elif isinstance(value, list if key != "index_topk_pattern" else str) and len(value) == old:
-            fields[key] = value[:new]
+            _take_lists(value, old, layers)
+        elif isinstance(value, list) and key != "index_topk_pattern" and len(value) == old:
+            fields[key] = [value[i] for i in layers]
+        elif isinstance(value, str) and key == "index_topk_pattern" and len(value) == old:
+            fields[key] = "".join(value[i] for i in layers)
+
+
+def _take_names(names: Sequence[str], old: int, layers: Sequence[int]) -> list[str]:
+    """Module names of the layers that stay, with their new numbers, and all that name no layer below `old`."""
+    number = {layer: i for i, layer in enumerate(layers)}
+    kept = []
+    for name in names:
+        found = _LAYER_NUMBER.search(name)
+        layer = int(found[2]) if found else old
+        if layer >= old:
+            kept.append(name)
+        elif found and layer in number:
+            kept.append(f"{name[: found.start()]}{found[1]}layers.{number[layer]}{name[found.end() :]}")
+    return kept
 
 
 def fold(spec: ModelSpec) -> StackCost:

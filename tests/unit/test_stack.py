@@ -2,7 +2,7 @@ import pytest
 
 from profiler.core.errors import ConfigError
 from profiler.core.registry import known_models, load_model, load_model_config, read_model
-from profiler.core.stack import fold, shrink, shrunk_layers, stages, text_config, token_selection
+from profiler.core.stack import fold, one_of_each, shrink, shrunk_layers, stack_of, stages, text_config, token_selection
 from profiler.core.types import LayerKind
 
 
@@ -73,6 +73,60 @@ def test_shrinking_cuts_nested_lists_and_patterns_and_nothing_else() -> None:
     layers, small = shrink(read_model("org/x", config), config)
     assert (layers, small["index_topk_pattern"]) == (41, "F" * 40 + "S")
     assert len(small["eos_token_id"]) == 3
+
+
+@pytest.mark.parametrize("name", known_models())
+def test_a_stack_of_one_layer_of_each_kind_reads_as_these_layers(name: str) -> None:
+    spec, config = load_model(name), load_model_config(name)
+    layers, small = stack_of(spec, config)
+    assert layers == one_of_each(spec)
+    assert len(layers) == len(spec.kinds)
+    again = read_model(name, small)
+    assert again.layers == tuple(spec.layers[i] for i in layers)
+    assert set(again.layers) == set(spec.layers)
+    assert load_model_config(name) == config, "the caller's config is left alone"
+
+
+def test_rules_by_layer_number_follow_the_layers_that_stay() -> None:
+    layers, small = stack_of(load_model("zai-org/GLM-5.2"), load_model_config("zai-org/GLM-5.2"))
+    # The model's layers 0 to 2 are dense, 0, 1, 2 and 6 have an indexer (vllm 0.26: index_topk_freq 4, offset 3).
+    assert layers == (0, 3, 6)
+    assert (small["first_k_dense_replace"], small["index_topk_pattern"]) == (1, "FSF")
+    assert (small["indexer_types"], small["num_hidden_layers"]) == (["full", "shared", "full"], 3)
+    layers, small = stack_of(load_model("MiniMaxAI/MiniMax-M3"), load_model_config("MiniMaxAI/MiniMax-M3"))
+    assert layers == (0, 3)
+    assert small["text_config"]["moe_layer_freq"] == [0, 1]
+
+
+def test_modules_left_out_of_a_quantisation_are_renumbered_with_their_layers() -> None:
+    config = load_model_config("zai-org/GLM-5-FP8")
+    _, small = stack_of(load_model("zai-org/GLM-5-FP8"), config)
+    names = small["quantization_config"]["modules_to_not_convert"]
+    assert "model.layers.1.mlp.gate" in names, "the router of the model's layer 3"
+    assert {"lm_head", "model.layers.78.eh_proj", "model.layers.0.input_layernorm"} <= set(names)
+    assert not any(".layers.2." in name or ".layers.3." in name for name in names)
+    whole = config["quantization_config"]["modules_to_not_convert"]
+    assert sum(".layers.1." in name for name in names) == sum(".layers.3." in name for name in whole)
+
+
+def test_earlier_runs_are_continued_on_their_own_stack() -> None:
+    spec, config = load_model("deepseek-ai/DeepSeek-V3.2"), load_model_config("deepseek-ai/DeepSeek-V3.2")
+    dense, sparse = (kind.name for kind in spec.kinds)
+    assert stack_of(spec, config, [dense, sparse])[0] == (0, 3)
+    layers, small = stack_of(spec, config, [dense, dense, dense, sparse])
+    assert layers == (0, 1, 2, 3)
+    assert small == shrink(spec, config)[1]
+    with pytest.raises(ConfigError, match="earlier runs are of the layers"):
+        stack_of(spec, config, [dense, dense, sparse])
+
+
+def test_a_rule_that_no_shorter_stack_can_follow_keeps_the_leading_layers() -> None:
+    config = load_model_config("deepseek-ai/DeepSeek-V3.2") | {"moe_layer_freq": 2}
+    spec = read_model("org/x", config)
+    assert one_of_each(spec) == (0, 4)
+    layers, small = stack_of(spec, config)
+    assert layers == (0, 1, 2, 3, 4)
+    assert read_model("org/x", small).layers == spec.layers[:5]
 
 
 def test_text_config_serves_flat_and_nested_files() -> None:
