@@ -1,6 +1,7 @@
 """Commands of `python -m profiler`, one file each."""
 
 SUMMARIES = {
+    "collectives": "Measure collective operations among the GPUs here.",
     "compare": "Ratio of two bundles of a model, kernel by kernel and shape by shape.",
     "coverage": "Account for every kernel of a model: bound to a component, or named.",
     "import": "Turn tables that others measured into bundles.",

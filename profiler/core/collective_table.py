@@ -1,24 +1,30 @@
 """Measured collectives of a hardware: `<root>/<hardware>/collectives.csv`.
 
 One row per operation, backend, number of GPUs, element type, message size and launch mode. `bytes` is the size of the
-message of one call as its library counts it: the whole result of an all-gather, the whole input of a reduce-scatter,
-the tensor of an all-reduce. `time_us` is the median until the last rank is done, `spread_rel` (p90 - p10) / median.
+message of one call as its library counts it: the whole result of an all-gather, the whole input of a reduce-scatter or,
+on one rank, of an all-to-all, the tensor of an all-reduce or of a send between two GPUs. `time_us` is the median until
+the last rank is done, `spread_rel` (p90 - p10) / median.
+
+`collectives.yaml` beside it says how rows were measured: one entry per run.
 """
 
 import csv
 import io
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
-from typing import Final, get_type_hints
+from typing import Any, Final, get_type_hints
+
+import yaml
 
 from profiler.core.errors import ConfigError, CoverageError, unknown
 from profiler.core.grid import Curve, Outside
-from profiler.core.load import atomic_write, read_text
+from profiler.core.load import atomic_write, read_text, read_yaml
 
 FILE: Final = "collectives.csv"
-OPERATIONS: Final = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+RUNS_FILE: Final = "collectives.yaml"
+OPERATIONS: Final = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
 MODES: Final = ("graph", "eager")
 
 
@@ -101,6 +107,20 @@ def write_collectives(root: Path, hardware: str, rows: Sequence[CollectiveRow], 
         )
     with atomic_write(path) as stream:
         stream.write(collectives_text({**old, **new}.values()))
+    return path
+
+
+def add_run(root: Path, hardware: str, run: Mapping[str, Any]) -> Path:
+    """Adds how rows were measured (plain values only) to the list beside the table, and returns that file's path.
+
+    Raises ConfigError when the file is there and is no list under `runs`.
+    """
+    path = root / hardware / RUNS_FILE
+    earlier: Any = read_yaml(path) if path.exists() else {"runs": []}
+    if not isinstance(earlier, dict) or not isinstance(earlier.get("runs"), list):
+        raise ConfigError(f"{path}: a list under the key runs is needed")
+    with atomic_write(path) as stream:
+        yaml.safe_dump({"runs": [*earlier["runs"], dict(run)]}, stream, sort_keys=False, width=120)
     return path
 
 
