@@ -16,7 +16,7 @@ from profiler.core.kv import KV_DTYPES, kv_layout
 from profiler.core.registry import load_model, load_model_config
 from profiler.core.shots import Shot
 from profiler.core.types import Category, ModelSpec, Parallel
-from profiler.engines.base import Engine, EngineOptions, ShotResult, create_engine, find_binding
+from profiler.engines.base import Engine, EngineOptions, ShotResult, create_engine, find_binding, most_repeats
 from profiler.kernels._axes import Limits
 from profiler.kernels.moe import local_experts
 from profiler.recheck import suspects
@@ -149,6 +149,7 @@ def measure(
         max_num_batched_tokens=job.max_num_batched_tokens,
         max_num_seqs=job.max_num_seqs,
         execution="native" if job.contract == "replay" else job.execution,
+        layer_kinds=earlier[-1].info.layer_kinds if earlier else None,
     )
     engine = create_engine(choose_engine(job.engine, target.hardware), options)
     try:
@@ -226,7 +227,7 @@ def _fill(
         for result in engine.run([run.shots[index] for index in indices], job.warmup, job.repeats):
             index = indices[result.shot_index]
             before = run.results.get(index) if again else None
-            own = _renumbered(result, index, job.repeats if before else 0)
+            own = _renumbered(result, index, most_repeats(run.info, job.repeats) if before else 0)
             run.results[index] = _joined(before, own)
             if save_to is not None:
                 append_result(save_to, own)

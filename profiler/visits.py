@@ -7,7 +7,7 @@ from typing import Any
 from profiler.core.errors import ConfigError
 from profiler.core.shots import Fill, Key, Shot
 from profiler.core.types import Category
-from profiler.engines.base import EngineInfo, ShotResult
+from profiler.engines.base import EngineInfo, ShotResult, most_repeats
 from profiler.samples import Run
 from profiler.sweep import batch_of
 
@@ -52,7 +52,7 @@ def latest(runs: Sequence[Run]) -> Latest:
     """One measurement from several runs: where a shot was run twice, the later run that did not fail counts.
 
     Runs of one batch are one shot that fills the cells of all of them, as the last run that plans a cell names it.
-    Within a run, repeats beyond those of the protocol are a second look; together they are the result.
+    Within a run, repeats beyond the most of one look are a second look; together they are the result.
     """
     cells: dict[Shot, dict[tuple[Category, Key], Fill]] = {}
     measured = {_batch(run, run.shots[own]) for run in runs for own in run.results}
@@ -67,7 +67,7 @@ def latest(runs: Sequence[Run]) -> Latest:
     results: dict[int, ShotResult] = {}
     looks: dict[int, tuple[ShotResult, ShotResult]] = {}
     for run in runs:
-        repeats = int(run.protocol["repeats"])
+        repeats = most_repeats(run.info, int(run.protocol["repeats"]))
         for own, found in run.results.items():
             index = index_of[_batch(run, run.shots[own])]
             result = replace(found, shot_index=index)

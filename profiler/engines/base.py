@@ -25,6 +25,7 @@ __all__ = [
     "create_engine",
     "find_binding",
     "known_engines",
+    "most_repeats",
 ]
 
 
@@ -37,6 +38,7 @@ class EngineOptions:
     are emulated on the one card. ep_degrees: expert slices that moe shots will ask for. block_tokens: None lets the
     engine choose. max_model_len and the batch limits are those that the shots respect. execution: "native" asks for the
     engine's own module of the model where it has two; the engine then reports settings["execution"] = "native".
+    layer_kinds: of earlier runs that this one continues, which it must have too; None lets the engine choose.
     """
 
     model: str
@@ -51,6 +53,7 @@ class EngineOptions:
     max_num_batched_tokens: int
     max_num_seqs: int
     execution: str = "auto"
+    layer_kinds: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +67,8 @@ class EngineInfo:
     batches are run once for all their tables; False when each component is run on its own.
     settings: anything else that changes times (attention backend, environment, score distribution). Read by the
     profiler: mla_decode_threshold_tokens, the longest chunk that the main attention runs as a decode, and
-    max_prefills_per_step, beyond which the engine's kernels do not work; absent where there is no such rule.
+    max_prefills_per_step, beyond which the engine's kernels do not work; and repeat_rule, whose most_factor says how
+    many times the wanted repeats a shot may be timed; absent where there is no such rule.
     """
 
     name: str
@@ -75,6 +79,11 @@ class EngineInfo:
     layer_kinds: tuple[str, ...]
     whole_forward: bool
     settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+def most_repeats(info: EngineInfo, wanted: int) -> int:
+    """The most timed runs of a shot at one look; the repeats of a second look are numbered from there."""
+    return wanted * int(info.settings.get("repeat_rule", {}).get("most_factor", 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +120,8 @@ class Engine(Protocol):
     def run(self, shots: Sequence[Shot], warmup: int, repeats: int) -> Iterator[ShotResult]:
         """Yields one result per shot, as soon as it is complete, in any order.
 
-        Each shot is run `warmup` times untimed and `repeats` times timed. A shot that fails (out of memory, no
+        Each shot is run `warmup` times untimed and `repeats` times timed, or as often as settings["repeat_rule"]
+        says; its repeats are numbered from 0. A shot that fails (out of memory, no
         kernel) yields its failure and the run goes on; when the device is lost, the remaining shots fail too.
         """
         ...

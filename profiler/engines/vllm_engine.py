@@ -4,21 +4,21 @@ import importlib.metadata
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from profiler.core.errors import AcquisitionError
 from profiler.core.shots import MoeBatch, Shot
-from profiler.core.stack import shrink
+from profiler.core.stack import stack_of
 from profiler.engines.base import EngineInfo, EngineOptions, KernelSample, ShotResult
-from profiler.engines.vllm_support import batches, boot, experts, jit, state, trace
+from profiler.engines.vllm_support import batches, boot, experts, jit, recorder, repeats, state, trace
 from profiler.engines.vllm_support.overrides import per_rank_config
 
-SHOTS_PER_TRACE = 6
+# A window of shots is warmed up, then profiled as one: it ends after so many shots, or so much time of warming up.
+SHOTS_PER_WINDOW = 16
+WINDOW_S = 1.5
 JIT_WORKERS_VARIABLE = "SPARSIGHT_JIT_WORKERS"
 UTILIZATION = 0.80
 
@@ -39,7 +39,7 @@ class VllmEngine:
             raise AcquisitionError("the vllm engine needs a CUDA device, none is visible")
         self._options = options
         self._version = version
-        _, shrunk = shrink(options.spec, options.config)
+        self._layers, shrunk = stack_of(options.spec, options.config, options.layer_kinds)
         config = per_rank_config(shrunk, options.tp)
         workers = int(os.environ.get(JIT_WORKERS_VARIABLE, "0"))
         if workers and "quantization_config" in config:
@@ -59,7 +59,9 @@ class VllmEngine:
         print(f"engine started in {time.monotonic() - started:.0f} s", file=sys.stderr)
         self._randomised = state.randomise_weights(self._boot.model)
         state.randomise_caches(dict(self._boot.kv_caches))
+        self._switch = trace.Switch()
         self._annotate()
+        self._recorder: recorder.Recorder | None = None
         generator = torch.Generator().manual_seed(state.SEED)
         vocab = int(config.get("vocab_size", 32000))
         length = options.max_model_len + 8192 * 8
@@ -74,7 +76,7 @@ class VllmEngine:
         import torch
 
         runner = self._boot.runner
-        kinds = tuple(kind.name for kind in self._options.spec.layers[: self._num_layers()])
+        kinds = tuple(self._options.spec.layers[layer].name for layer in self._layers)
         return EngineInfo(
             name="vllm",
             versions={
@@ -104,6 +106,7 @@ class VllmEngine:
                 "index_scores": "random normal, distinct",
                 "routing": "the engine's own router on random hidden states; expert slices by the model's rule",
                 "sampler": "greedy",
+                "repeat_rule": repeats.RULE,
                 "max_model_len": self._options.max_model_len,
                 "max_num_batched_tokens": self._options.max_num_batched_tokens,
                 "mla_decode_threshold_tokens": _decode_threshold(runner),
@@ -122,22 +125,31 @@ class VllmEngine:
             self._release_caches()
             yield from self._run(shots, expert_shots, warmup, repeats)
 
-    def _run(self, shots: Sequence[Shot], indices: Sequence[int], warmup: int, repeats: int) -> Iterator[ShotResult]:
+    def _run(self, shots: Sequence[Shot], indices: Sequence[int], warmup: int, wanted: int) -> Iterator[ShotResult]:
+        """Windows of shots: each is warmed up, timed, and those that spread are timed further."""
         lost: str | None = None
-        for start in range(0, len(indices), SHOTS_PER_TRACE):
-            window = indices[start : start + SHOTS_PER_TRACE]
+        position = 0
+        while position < len(indices):
             if lost:
-                yield from (ShotResult(i, (), lost) for i in window)
-                continue
+                yield from (ShotResult(i, (), lost) for i in indices[position:])
+                return
             failures: dict[int, str] = {}
-            for index in window:
-                if (failure := self._try(shots[index], warmup)) is not None:
-                    failures[index] = failure
-            good = [i for i in window if i not in failures]
+            pass_ms: dict[int, float] = {}
+            started = time.monotonic()
+            window: list[int] = []
+            while position < len(indices) and len(window) < SHOTS_PER_WINDOW and time.monotonic() - started < WINDOW_S:
+                window.append(indices[position])
+                pass_ms[window[-1]] = self._warm(shots[window[-1]], warmup, window[-1], failures)
+                position += 1
             samples: dict[int, list[KernelSample]] = defaultdict(list)
-            if good and not (lost := next((f for f in failures.values() if "CUDA error" in f), None)):
-                for index, sample in self._timed(shots, good, repeats, failures):
+            todo = {i: range(repeats.first(wanted, pass_ms[i])) for i in window if i not in failures}
+            lost = next((f for f in failures.values() if "CUDA error" in f), None)
+            while todo and not lost:
+                for index, sample in self._timed(shots, todo, failures):
                     samples[index].append(sample)
+                lost = next((f for f in failures.values() if "CUDA error" in f), None)
+                left = {i: repeats.further(samples[i], wanted, pass_ms[i]) for i in todo if i not in failures}
+                todo = {i: further for i, further in left.items() if further}
             for index in window:
                 yield ShotResult(index, tuple(samples.get(index, ())), failures.get(index, lost))
 
@@ -147,35 +159,50 @@ class VllmEngine:
         torch.cuda.synchronize()
 
     def _timed(
-        self, shots: Sequence[Shot], indices: Sequence[int], repeats: int, failures: dict[int, str]
+        self, shots: Sequence[Shot], todo: Mapping[int, range], failures: dict[int, str]
     ) -> Iterator[tuple[int, KernelSample]]:
-        folder = "/dev/shm" if Path("/dev/shm").is_dir() else None
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            path = Path(scratch, "trace.json")
-            with trace.profiled(path):
-                for index in indices:
-                    for repeat in range(repeats):
-                        try:
-                            with trace.shot_range(index, repeat):
-                                self._step(shots[index])
-                        except Exception as error:
-                            failures[index] = f"{type(error).__name__}: {error}"
-                            break
-            times = trace.kernel_times(trace.read_trace(path))
-        for (index, repeat, module, kernel), (us, launches) in times.items():
+        """Runs the repeats of every shot of `todo` under the profiler."""
+
+        def block() -> None:
+            for index, numbers in todo.items():
+                for repeat in numbers:
+                    try:
+                        with trace.shot_range(index, repeat):
+                            self._step(shots[index])
+                    except Exception as error:
+                        self._boot.runner.execute_model_state = None
+                        failures[index] = f"{type(error).__name__}: {error}"
+                        break
+
+        if self._recorder is None:
+            self._recorder = self._choose_recorder(shots[next(iter(todo))])
+        for (index, repeat, module, kernel), (us, launches) in self._recorder(block).items():
             yield index, KernelSample(index, repeat, module, kernel, us, launches)
 
-    def _try(self, shot: Shot, times: int) -> str | None:
+    def _choose_recorder(self, shot: Shot) -> recorder.Recorder:
+        def block() -> None:
+            with trace.shot_range(0, 0):
+                self._step(shot)
+
+        found, what = recorder.checked(self._switch, block)
+        print(f"kernels are read from {what}", file=sys.stderr)
+        return found
+
+    def _warm(self, shot: Shot, times: int, index: int, failures: dict[int, str]) -> float:
+        """Milliseconds of the last untimed run; a failure goes to `failures`."""
         import torch
 
+        last = 0.0
         try:
             for _ in range(max(1, times)):
+                started = time.monotonic()
                 self._step(shot)
-            torch.cuda.synchronize()
+                torch.cuda.synchronize()
+                last = (time.monotonic() - started) * 1e3
         except Exception as error:
             self._boot.runner.execute_model_state = None
-            return f"{type(error).__name__}: {error}"
-        return None
+            failures[index] = f"{type(error).__name__}: {error}"
+        return last
 
     def _release_caches(self) -> None:
         import torch
@@ -241,20 +268,17 @@ class VllmEngine:
         own = type(kernel.fused_experts).__name__
         return {"1": own, **{str(ep): experts.SLICE_BACKEND for ep in self._options.ep_degrees if ep > 1}}
 
-    def _num_layers(self) -> int:
-        return int(self._boot.runner.vllm_config.model_config.hf_text_config.num_hidden_layers)
-
     def _annotate(self) -> None:
         """Ranges around modules, and around the parts of the attention module that run without a module."""
-        trace.annotate_modules(self._boot.model)
+        trace.annotate_modules(self._boot.model, self._switch)
         for path, module in self._boot.model.named_modules():
             if hasattr(module, "W_UK_T") and hasattr(module, "_v_up_proj"):
-                trace.annotate_method(module, "_v_up_proj", f"{path}.v_up")
+                trace.annotate_method(module, "_v_up_proj", self._switch, f"{path}.v_up")
                 for method in ("forward_mqa", "forward_mha", "do_kv_cache_update"):
                     if hasattr(module.impl, method):
-                        trace.annotate_method(module.impl, method, f"{path}.{method}")
+                        trace.annotate_method(module.impl, method, self._switch, f"{path}.{method}")
         runner = self._boot.runner
-        trace.annotate_modules(runner.sampler, "runner.sampler")
+        trace.annotate_modules(runner.sampler, self._switch, "runner.sampler")
         for method in (
             "_prepare_inputs",
             "_build_attention_metadata",
@@ -263,7 +287,7 @@ class VllmEngine:
             "_update_states",
         ):
             if hasattr(runner, method):
-                trace.annotate_method(runner, method, f"runner.{method.strip('_')}")
+                trace.annotate_method(runner, method, self._switch, f"runner.{method.strip('_')}")
 
 
 def _compile_ahead(config: Mapping[str, Any], options: EngineOptions, workers: int) -> None:

@@ -47,4 +47,3 @@ class ExpertSlice:
             expert_map=self.expert_map,
             apply_router_weight_on_input=False,
         )
-

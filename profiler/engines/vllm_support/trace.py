@@ -7,8 +7,9 @@ launch, so the GPU time is free of launch gaps and independent of how far the de
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,38 @@ def kernel_times(events: Sequence[Mapping[str, Any]]) -> dict[TraceKey, tuple[fl
         elif category == "user_annotation" and event["name"].startswith((SHOT_PREFIX, MODULE_PREFIX)):
             start = float(event["ts"])
             ranges[event["tid"]].append((start, start + float(event["dur"]), event["name"]))
+    return _totals(ranges, launches, kernels)
 
+
+def kernel_times_of(events: Iterable[Any], cpu: Any) -> dict[TraceKey, tuple[float, int]]:
+    """The same from the profiler's own events (torch._C._autograd._KinetoEvent), with no trace written or read.
+
+    cpu: the device type of host events (torch.autograd.DeviceType.CPU). Host events named like a runtime or driver
+    call (cudaLaunchKernel, cuLaunchKernelEx, ...) are launches; device events are kernels, copies and fills, except
+    those that mirror a range on the device.
+    """
+    ranges: dict[Any, list[tuple[float, float, str]]] = defaultdict(list)
+    launches: dict[int, tuple[Any, float]] = {}
+    kernels: list[tuple[int, str, float]] = []
+    own = (SHOT_PREFIX, MODULE_PREFIX)
+    for event in events:
+        name = event.name()
+        if event.device_type() != cpu:
+            if not name.startswith(own):
+                kernels.append((event.correlation_id(), name, event.duration_ns() / 1_000.0))
+        elif name.startswith(own):
+            start = event.start_ns()
+            ranges[event.device_resource_id()].append((start, start + event.duration_ns(), name))
+        elif name.startswith("cu"):
+            launches[event.correlation_id()] = (event.device_resource_id(), event.start_ns())
+    return _totals(ranges, launches, kernels)
+
+
+def _totals(
+    ranges: Mapping[Any, list[tuple[float, float, str]]],
+    launches: Mapping[int, tuple[Any, float]],
+    kernels: Iterable[tuple[int, str, float]],
+) -> dict[TraceKey, tuple[float, int]]:
     placed = _innermost_ranges(ranges, launches)
     totals: dict[TraceKey, tuple[float, int]] = {}
     for correlation, name, duration_us in kernels:
@@ -110,7 +142,14 @@ def _in_layer_of(outer: str, inner: str) -> str:
     return _LAYER.sub(layer[0], inner, count=1) if layer else inner
 
 
-def annotate_modules(root: Any, prefix: str = "") -> list[Any]:
+@dataclass(slots=True)
+class Switch:
+    """Whether ranges are opened: only while a profile runs, since each costs the host some microseconds."""
+
+    on: bool = False
+
+
+def annotate_modules(root: Any, switch: Switch, prefix: str = "") -> list[Any]:
     """Open a range named `mod|<dotted path>` around each submodule's forward. Returns the hook handles."""
     import torch
 
@@ -119,7 +158,7 @@ def annotate_modules(root: Any, prefix: str = "") -> list[Any]:
         name = f"{prefix}.{path}".strip(".")
         if not name:
             continue
-        handles.append(module.register_forward_pre_hook(_opener(torch, name)))
+        handles.append(module.register_forward_pre_hook(_opener(torch, switch, name)))
         handles.append(module.register_forward_hook(_close, always_call=True))
     return handles
 
@@ -127,9 +166,13 @@ def annotate_modules(root: Any, prefix: str = "") -> list[Any]:
 _RANGE_STACK = "_sparsight_ranges"
 
 
-def _opener(torch: Any, name: str) -> Any:
+def _opener(torch: Any, switch: Switch, name: str) -> Any:
+    label = f"{MODULE_PREFIX}{name}"
+
     def open_range(module: Any, args: Any) -> None:
-        scope = torch.profiler.record_function(f"{MODULE_PREFIX}{name}")
+        if not switch.on:
+            return
+        scope = torch.profiler.record_function(label)
         scope.__enter__()
         module.__dict__.setdefault(_RANGE_STACK, []).append(scope)
 
@@ -137,35 +180,24 @@ def _opener(torch: Any, name: str) -> Any:
 
 
 def _close(module: Any, args: Any, output: Any) -> None:
-    module.__dict__[_RANGE_STACK].pop().__exit__(None, None, None)
+    if opened := module.__dict__.get(_RANGE_STACK):
+        opened.pop().__exit__(None, None, None)
 
 
-def annotate_method(owner: Any, method: str, name: str) -> None:
+def annotate_method(owner: Any, method: str, switch: Switch, name: str) -> None:
     """Replace owner.method by itself inside a range named `mod|<name>`; owner is a module or any object."""
     import torch
 
     original = getattr(owner, method)
+    label = f"{MODULE_PREFIX}{name}"
 
     def annotated(*args: Any, **kwargs: Any) -> Any:
-        with torch.profiler.record_function(f"{MODULE_PREFIX}{name}"):
+        if not switch.on:
+            return original(*args, **kwargs)
+        with torch.profiler.record_function(label):
             return original(*args, **kwargs)
 
     object.__setattr__(owner, method, annotated)
-
-
-@contextmanager
-def profiled(path: Path) -> Iterator[None]:
-    """Profile the block with host and GPU activities and export its Chrome trace to `path`."""
-    import torch
-
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if torch.cuda.is_available():
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-    with torch.profiler.profile(activities=activities) as profile:
-        yield
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-    profile.export_chrome_trace(str(path))
 
 
 def shot_range(shot_index: int, repeat: int) -> AbstractContextManager[Any]:
