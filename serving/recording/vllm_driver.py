@@ -1,21 +1,31 @@
 """A real vLLM engine in this process, driven step by step, with a log of what each step ran and how long it took."""
 
+import gc
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, Final
 
-from profiler.core.errors import AcquisitionError
+from profiler.core.errors import AcquisitionError, ConfigError, unknown
 from profiler.core.hardware import canonical_name
 from serving.recording.drive import Finished
+from serving.recording.step_log import StepLog
 from serving.recording.steps import Step
 from serving.traces import TraceRequest
+
+MODES: Final = {
+    "decode-graphs": "the kernels of the tables: nothing compiled, decode steps in CUDA graphs, others launched",
+    "eager": "every kernel launched by the host",
+    "engine": "as vLLM runs by default: compiled, with CUDA graphs of whole decode steps and of parts of the others",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class EngineArguments:
-    """How the engine is started. num_gpu_blocks and block_tokens: None is the engine's own choice."""
+    """How the engine is started. num_gpu_blocks, block_tokens and capture_sizes: None is the engine's own choice.
+
+    mode: one of MODES. single_stream: shared experts run behind the routed ones, as in the tables, instead of beside.
+    """
 
     max_model_len: int
     max_num_batched_tokens: int
@@ -24,9 +34,11 @@ class EngineArguments:
     utilization: float
     num_gpu_blocks: int | None
     block_tokens: int | None
-    eager: bool
+    mode: str
+    capture_sizes: tuple[int, ...] | None
     prefix_caching: bool
     async_scheduling: bool
+    single_stream: bool
     seed: int
 
     def keywords(self) -> dict[str, Any]:
@@ -37,16 +49,53 @@ class EngineArguments:
             "max_num_seqs": self.max_num_seqs,
             "kv_cache_dtype": self.kv_cache_dtype,
             "gpu_memory_utilization": self.utilization,
-            "enforce_eager": self.eager,
+            "enforce_eager": self.mode == "eager",
             "enable_prefix_caching": self.prefix_caching,
             "async_scheduling": self.async_scheduling,
             "seed": self.seed,
         }
+        compilation: dict[str, Any] = {}
+        if self.mode == "decode-graphs":
+            compilation = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+        if self.capture_sizes is not None and self.mode != "eager":
+            compilation["cudagraph_capture_sizes"] = list(self.capture_sizes)
+        if compilation:
+            chosen["compilation_config"] = compilation
         if self.num_gpu_blocks is not None:
             chosen["num_gpu_blocks_override"] = self.num_gpu_blocks
         if self.block_tokens is not None:
             chosen["block_size"] = self.block_tokens
         return chosen
+
+    def environment(self) -> dict[str, str]:
+        """Environment variables that vLLM reads."""
+        return {"VLLM_DISABLE_SHARED_EXPERTS_STREAM": "1"} if self.single_stream else {}
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Limits of one play, below those of the engine; None leaves the engine's.
+
+    num_gpu_blocks: as if the engine had no more, the null block included. The blocks beyond are taken out of its pool.
+    """
+
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    num_gpu_blocks: int | None = None
+
+    @staticmethod
+    def parse(text: str) -> "Limits":
+        """Reads `max_num_seqs=64,num_gpu_blocks=3000`. Raises ConfigError for other keys and numbers below 1."""
+        names = [one.name for one in fields(Limits)]
+        given: dict[str, int] = {}
+        for part in filter(None, text.split(",")):
+            name, _, value = part.partition("=")
+            if name not in names:
+                raise unknown("limit of a play", name, names)
+            if not value.isdecimal() or int(value) < (2 if name == "num_gpu_blocks" else 1):
+                raise ConfigError(f"{name}={value}: must be a positive integer")
+            given[name] = int(value)
+        return Limits(**given)
 
 
 def check_card(hardware: str) -> None:
@@ -70,29 +119,110 @@ class VllmDriver:
         from profiler.engines.vllm_support import boot, state
 
         self._version = boot.installed_version()
-        boot.set_environment(boot.SERVING_ENVIRONMENT)
+        boot.set_environment({**boot.SERVING_ENVIRONMENT, **arguments.environment()})
         started = boot.start(config, disable_log_stats=False, **arguments.keywords())
-        self._started = started
+        self._reach(started, arguments)
+        state.randomise_weights(self.runner.get_model())
+
+    def _reach(self, started: Any, arguments: EngineArguments) -> None:
+        import torch
+
+        self._started, self._core = started, started.core
         self._engine = started.llm.llm_engine
+        # Requests keep their times without it; its counters belong to a front end in another process.
+        self._engine.logger_manager = None
         self.worker, self.runner = started.worker, started.runner
         self.vocab = int(self.runner.vllm_config.model_config.get_vocab_size())
-        state.randomise_weights(self.runner.get_model())
-        self._log = _StepLog(started.core, self.runner)
+        self._arguments = arguments
+        self._limits = Limits()
+        self._held: list[Any] = []
+        self._prompts: dict[str, list[int]] = {}
+        self._ready: dict[str, Any] = {}
+        self._rows: dict[str, int] = {}
+        self._log = StepLog(self._core, self.runner, torch)
+
+    @property
+    def missing(self) -> list[str]:
+        """Parts of the engine that the step log looked for in vain."""
+        return self._log.missing
+
+    def begin(self, requests: Sequence[TraceRequest], limits: Limits) -> None:
+        """Readies a play of `requests`: prompts, an empty prefix cache, the limits, an empty log on an idle device.
+
+        Raises AcquisitionError when the engine still holds blocks of an earlier play, ConfigError for a limit above
+        the engine's.
+        """
+        self._make_ready(requests)
+        self._restrict(limits)
+        gc.collect()
+        gc.freeze()
+        self._log.clear()
+
+    def _make_ready(self, requests: Sequence[TraceRequest]) -> None:
+        """Requests as the front end hands them to the engine, made before the play so that it only adds them."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        tasks = self._engine.get_supported_tasks()
+        self._ready.clear()
+        self._prompts = {
+            one.request_id: self._prompts.get(one.request_id) or prompt_token_ids(one, self.vocab) for one in requests
+        }
+        self._rows = {one.request_id: row for row, one in enumerate(requests)}
+        for one in requests:
+            params = SamplingParams(
+                temperature=0.0,
+                ignore_eos=True,
+                max_tokens=one.output_tokens,
+                detokenize=False,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+            )
+            prompt = {"type": "token", "prompt_token_ids": list(self._prompts[one.request_id])}
+            self._ready[one.request_id] = (
+                self._engine.input_processor.process_inputs(one.request_id, prompt, params, supported_tasks=tasks),
+                params,
+            )
+
+    def _restrict(self, limits: Limits) -> None:
+        scheduler, pool = self._core.scheduler, self._core.scheduler.kv_cache_manager.block_pool
+        if self._held:
+            pool.free_blocks(self._held)
+            self._held = []
+        if not self._engine.reset_prefix_cache():
+            raise AcquisitionError("the engine still holds KV blocks of an earlier play")
+        own = (
+            ("max_num_seqs", limits.max_num_seqs, self._arguments.max_num_seqs),
+            ("max_num_batched_tokens", limits.max_num_batched_tokens, self._arguments.max_num_batched_tokens),
+            ("num_gpu_blocks", limits.num_gpu_blocks, int(pool.num_gpu_blocks)),
+        )
+        for name, wanted, most in own:
+            if wanted is not None and wanted > most:
+                raise ConfigError(f"{name}={wanted}: the engine has {most}")
+        scheduler.max_num_running_reqs = limits.max_num_seqs or self._arguments.max_num_seqs
+        scheduler.max_num_scheduled_tokens = limits.max_num_batched_tokens or self._arguments.max_num_batched_tokens
+        if limits.num_gpu_blocks is not None and (surplus := int(pool.num_gpu_blocks) - limits.num_gpu_blocks):
+            self._held = list(pool.get_new_blocks(surplus))
+        self._log.held_blocks = len(self._held)
+        self._limits = limits
 
     def add(self, request: TraceRequest) -> None:
-        from vllm import SamplingParams
-
-        ids = prompt_token_ids(request, self.vocab)
-        exact = request.output_tokens
-        params = SamplingParams(temperature=0.0, ignore_eos=True, min_tokens=exact, max_tokens=exact, detokenize=False)
-        self._engine.add_request(request.request_id, {"prompt_token_ids": ids}, params)
+        start = time.perf_counter()
+        ready, params = self._ready.pop(request.request_id)
+        ready.arrival_time = time.time()
+        engine_id = self._engine.add_request(request.request_id, ready, params)
+        took_s = time.perf_counter() - start
+        self._log.added(engine_id, self._rows[request.request_id], request.prompt_tokens, took_s)
 
     def has_work(self) -> bool:
-        return bool(self._engine.has_unfinished_requests())
+        """Also while a step under way has yet to be taken back, as an engine's own loop has it."""
+        core = self._core
+        return bool(self._engine.has_unfinished_requests() or core.scheduler.has_requests() or core.batch_queue)
 
     def step(self) -> list[Finished]:
+        outputs = self._engine.step()
+        self._log.returned()
         finished = []
-        for output in self._engine.step():
+        for output in outputs:
             if output.finished:
                 stats = output.metrics
                 finished.append(
@@ -109,16 +239,11 @@ class VllmDriver:
                 )
         return finished
 
-    def begin(self) -> None:
-        """Forgets the steps so far and empties the prefix cache: the next play starts as the first one did."""
-        self._started.llm.reset_prefix_cache()
-        self._log.clear()
-
     def steps(self) -> list[Step]:
         return self._log.steps()
 
     def facts(self) -> dict[str, Any]:
-        """Memory in GiB as the engine counted it, its blocks, and what ran."""
+        """Memory in GiB as the engine counted it, its blocks, and what ran in the last play."""
         from profiler.engines.vllm_engine import gpu_facts
 
         gib = 1 << 30
@@ -127,18 +252,31 @@ class VllmDriver:
         memory = {name.removesuffix("_bytes"): getattr(self.worker, name, None) for name in names}
         memory["weights"] = self.runner.model_memory_usage
         backends = sorted({g.backend.get_name() for group in self.runner.attn_groups for g in group})
+        config = self.runner.vllm_config
+        scheduler, pool = self._core.scheduler, self._core.scheduler.kv_cache_manager.block_pool
         return {
             "vllm": self._version,
             "gpu": gpu_facts(),
             "memory_gib": {name: value / gib for name, value in memory.items() if value is not None},
-            "num_gpu_blocks": int(self.runner.kv_cache_config.num_blocks),
-            "block_tokens": int(self.runner.vllm_config.cache_config.block_size),
+            "num_gpu_blocks": int(pool.num_gpu_blocks) - len(self._held),
+            "own_num_gpu_blocks": int(pool.num_gpu_blocks),
+            "block_tokens": int(config.cache_config.block_size),
+            "max_num_seqs": int(scheduler.max_num_running_reqs),
+            "max_num_batched_tokens": int(scheduler.max_num_scheduled_tokens),
             "attention_backends": backends,
-            "cudagraph_mode": str(self.runner.vllm_config.compilation_config.cudagraph_mode),
-            "capture_sizes": list(self.runner.vllm_config.compilation_config.cudagraph_capture_sizes or ()),
-            "async_scheduling": bool(self.runner.vllm_config.scheduler_config.async_scheduling),
+            "model_runner": type(self.runner).__module__,
+            "compilation_mode": _name(config.compilation_config.mode),
+            "cudagraph_mode": _name(config.compilation_config.cudagraph_mode),
+            "capture_sizes": sorted(config.compilation_config.cudagraph_capture_sizes or ()),
+            "async_scheduling": bool(config.scheduler_config.async_scheduling),
+            "environment": self._arguments.environment(),
             "weights": "random normal, fan-in scaled",
+            "step_log_lacks": self.missing,
         }
+
+
+def _name(value: Any) -> str:
+    return str(getattr(value, "name", value))
 
 
 def prompt_token_ids(request: TraceRequest, vocab: int) -> list[int]:
@@ -164,94 +302,10 @@ def _random_ids(seed: str, count: int, vocab: int) -> list[int]:
     return [source.randrange(vocab) for _ in range(count)]
 
 
-class _StepLog:
-    """Wraps the scheduler and the model runner: what was scheduled, and device time by events."""
-
-    def __init__(self, core: Any, runner: Any) -> None:
-        import torch
-
-        self._core = core
-        self._torch = torch
-        self._schedule = core.scheduler.schedule
-        self._execute, self._sample = runner.execute_model, runner.sample_tokens
-        core.scheduler.schedule = self._logged_schedule
-        runner.execute_model, runner.sample_tokens = self._timed_execute, self._timed_sample
-        self.clear()
-
-    def clear(self) -> None:
-        self._started = time.perf_counter()
-        self._steps: list[Step] = []
-        self._events: list[tuple[Any, Any]] = []
-        self._open: deque[Any] = deque()
-        self._ended = self._started
-
-    def steps(self) -> list[Step]:
-        """The log; wall_us reaches to the next step's scheduling, at most to the end of the last call."""
-        self._torch.cuda.synchronize()
-        ends = [step.start_s for step in self._steps[1:]] + [self._ended - self._started]
-        gpu = [start.elapsed_time(end) * 1e3 for start, end in self._events]
-        gpu += [None] * (len(self._steps) - len(gpu))
-        return [
-            replace(step, wall_us=(end - step.start_s) * 1e6, gpu_us=us)
-            for step, end, us in zip(self._steps, ends, gpu, strict=False)
-        ]
-
-    def _logged_schedule(self, *args: Any, **kwargs: Any) -> Any:
-        at = time.perf_counter() - self._started
-        output = self._schedule(*args, **kwargs)
-        if output.total_num_scheduled_tokens:
-            self._steps.append(self._step(at, output))
-        return output
-
-    def _step(self, at: float, output: Any) -> Step:
-        scheduler = self._core.scheduler
-        prefills: list[tuple[int, int]] = []
-        decode_keys: list[int] = []
-        for name, tokens in output.num_scheduled_tokens.items():
-            request = scheduler.requests[name]
-            # The scheduler has advanced num_computed_tokens by this step already.
-            before = request.num_computed_tokens - tokens
-            if tokens > 1 or before < request.num_prompt_tokens - 1:
-                prefills.append((tokens, before))
-            else:
-                decode_keys.append(before + 1)
-        return Step(
-            start_s=at,
-            wall_us=0.0,
-            gpu_us=None,
-            prefill_requests=len(prefills),
-            prefill_tokens=sum(chunk for chunk, _ in prefills),
-            prefill_context_tokens=sum(context for _, context in prefills),
-            decode_requests=len(decode_keys),
-            decode_kv_tokens=sum(decode_keys),
-            running=len(scheduler.running),
-            waiting=len(scheduler.waiting),
-            kv_usage=float(scheduler.kv_cache_manager.usage),
-            preemptions=len(output.preempted_req_ids or ()),
-        )
-
-    def _timed_execute(self, output: Any, *args: Any, **kwargs: Any) -> Any:
-        if not output.total_num_scheduled_tokens:
-            return self._execute(output, *args, **kwargs)
-        start = self._torch.cuda.Event(enable_timing=True)
-        start.record()
-        self._open.append(start)
-        return self._execute(output, *args, **kwargs)
-
-    def _timed_sample(self, *args: Any, **kwargs: Any) -> Any:
-        result = self._sample(*args, **kwargs)
-        if self._open:
-            end = self._torch.cuda.Event(enable_timing=True)
-            end.record()
-            self._events.append((self._open.popleft(), end))
-        self._ended = time.perf_counter()
-        return result
-
-
 def cluster_file(
     model: str, hardware: str, layers: int, arguments: EngineArguments, facts: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The same deployment as a cluster file of `serving replay`, with the blocks that the engine had."""
+    """The same deployment as a cluster file of `serving replay`, with the limits and blocks of the play."""
     return {
         "instances": [
             {
@@ -260,14 +314,15 @@ def cluster_file(
                 "hardware": hardware,
                 "engine": {
                     "max_model_len": arguments.max_model_len,
-                    "max_num_batched_tokens": arguments.max_num_batched_tokens,
-                    "max_num_seqs": arguments.max_num_seqs,
+                    "max_num_batched_tokens": facts["max_num_batched_tokens"],
+                    "max_num_seqs": facts["max_num_seqs"],
                     "kv_cache_dtype": arguments.kv_cache_dtype,
                     "gpu_memory_utilization": arguments.utilization,
                     "num_gpu_blocks": facts["num_gpu_blocks"],
-                    "enforce_eager": arguments.eager,
+                    "cudagraph_mode": facts["cudagraph_mode"],
+                    "cudagraph_capture_sizes": facts["capture_sizes"],
                     "enable_prefix_caching": arguments.prefix_caching,
-                    "async_scheduling": arguments.async_scheduling,
+                    "async_scheduling": facts["async_scheduling"],
                 },
             }
         ]

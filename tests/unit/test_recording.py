@@ -1,15 +1,21 @@
 """Recording without an engine: arrivals, step log, files, and that what is written is what `compare` reads."""
 
-import csv
-import io
+import gzip
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from profiler.core.errors import ConfigError
 from serving.recorded import read_recorded
 from serving.recording.drive import Finished, play
-from serving.recording.files import ticks, write_recording
-from serving.recording.steps import Step, stand_outs
-from serving.recording.vllm_driver import prompt_token_ids
+from serving.recording.files import read_steps, steps_text, ticks, write_recording
+from serving.recording.steps import Chunk, Decode, Step, batches, changes, stand_outs
+from serving.recording.vllm_driver import EngineArguments, Limits, prompt_token_ids
 from serving.traces import PrefixHashes, TraceRequest
 
 
@@ -101,17 +107,74 @@ def test_ticks_count_tokens_where_they_were_scheduled() -> None:
     ]
 
 
-def test_a_recording_is_read_back_by_compare(tmp_path: Path) -> None:
+def test_a_recording_is_read_back(tmp_path: Path) -> None:
     clock = Clock()
     finished = play(Engine(clock), trace((0, 3), (0.5, 2)), clock=clock, sleep=clock.sleep)
-    steps = [step(0.0, 30_000), step(0.03, 30_000)]
+    parts = dict.fromkeys(("add_us", "schedule_us", "launch_us", "sample_us", "wait_us", "update_us"), 12.5)
+    steps = [
+        replace(step(0.0, 30_000), chunks=(Chunk(0, 8, 0), Chunk(1, 5, 64)), graph="NONE", padded_tokens=13, **parts),
+        replace(step(0.03, 30_000), joined=(Decode(0, 9), Decode(1, 70)), gpu_us=812.4, gpu_start_s=0.031),
+        replace(step(0.06, 30_000), left=(0,), preemptions=1),
+    ]
     write_recording(tmp_path, {"instances": []}, {"model": "m"}, {"num_gpu_blocks": 7}, finished, steps, 1.0)
     recorded = read_recorded(tmp_path)
     assert [(r.prompt_tokens, r.output_tokens) for r in recorded.requests] == [(8, 3), (8, 2)]
     assert recorded.requests[0].finish_ns == 90_000_000
-    rows = list(csv.DictReader(io.StringIO((tmp_path / "vllm" / "steps.csv").read_text())))
-    assert [row["wall_us"] for row in rows] == ["30000", "30000"] and rows[0]["gpu_us"] == ""
+    assert read_steps(tmp_path) == steps
     assert json.loads((tmp_path / "vllm" / "engine.json").read_text()) == {"num_gpu_blocks": 7}
+    once = (tmp_path / "vllm" / "steps.csv.gz").read_bytes()
+    write_recording(tmp_path, {"instances": []}, {"model": "m"}, {"num_gpu_blocks": 7}, finished, steps, 1.0)
+    assert (tmp_path / "vllm" / "steps.csv.gz").read_bytes() == once
+    assert not list(tmp_path.rglob(".*"))
+
+
+def test_a_broken_step_log_is_refused_with_its_place(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such file"):
+        read_steps(tmp_path)
+    (tmp_path / "steps.csv.gz").write_text("step")
+    with pytest.raises(ConfigError, match="not a gzip file"):
+        read_steps(tmp_path)
+    text = steps_text([step(0.0, 30_000)])
+    for changed, place in ((text.replace("wall_us", "wall_ms"), "gz:1: the header"), (text[:-3], "gz:2: ")):
+        (tmp_path / "steps.csv.gz").write_bytes(gzip.compress(changed.encode()))
+        with pytest.raises(ConfigError, match=place):
+            read_steps(tmp_path)
+
+
+@given(st.lists(st.dictionaries(st.integers(0, 5), st.integers(1, 1_000), max_size=5), max_size=12))
+def test_batches_come_back_from_their_changes(sets: list[dict[int, int]]) -> None:
+    """Each set of decode requests mostly goes on from the one before, as an engine's do, and else is anything."""
+    before: dict[int, int] = {}
+    steps, wanted = [], []
+    for place, drawn in enumerate(sets):
+        goes_on = {request: keys + 1 for request, keys in before.items() if (request + place) % 3}
+        now = [Decode(*one) for one in (goes_on | drawn).items()]
+        joined, left = changes(before, now)
+        steps.append(replace(step(0.0, 1.0), joined=joined, left=left))
+        wanted.append(sorted(now))
+    assert [sorted(decodes) for _, decodes in batches(steps)] == wanted
+
+
+def test_limits_of_a_play_are_read_and_others_refused() -> None:
+    assert Limits.parse("") == Limits()
+    assert Limits.parse("max_num_seqs=32,num_gpu_blocks=3000") == Limits(max_num_seqs=32, num_gpu_blocks=3000)
+    with pytest.raises(ConfigError, match="max_num_seqs"):
+        Limits.parse("max_num_seq=32")
+    for text in ("num_gpu_blocks=1", "max_num_seqs=0", "max_num_seqs=many", "max_num_seqs"):
+        with pytest.raises(ConfigError, match="positive integer"):
+            Limits.parse(text)
+
+
+def test_modes_become_engine_arguments() -> None:
+    def keywords(mode: str, sizes: tuple[int, ...] | None = None) -> dict[str, Any]:
+        return EngineArguments(8192, 2048, 16, "auto", 0.9, None, None, mode, sizes, True, True, False, 1).keywords()
+
+    graphs = keywords("decode-graphs", (1, 2))
+    assert graphs["compilation_config"] == {
+        "mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2]
+    }  # fmt: skip
+    assert keywords("eager", (1, 2))["enforce_eager"] and "compilation_config" not in keywords("eager", (1, 2))
+    assert "compilation_config" not in keywords("engine") and not keywords("engine")["enforce_eager"]
 
 
 def test_equal_prefix_hashes_become_equal_tokens() -> None:
