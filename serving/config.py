@@ -32,6 +32,7 @@ from serving.strict import Strict as Strict
 
 UNLIMITED = 2**31 - 1
 Role = Literal["both", "prefill", "decode"]
+GraphMode = Literal["FULL_AND_PIECEWISE", "FULL_DECODE_ONLY", "PIECEWISE", "FULL", "NONE"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,8 @@ class EngineSettings:
 
     num_gpu_blocks (the null block included) or available_kv_gib (per rank) replace the memory budget when given.
     block_tokens: None is what the engine picks for the model and the card. eager: no CUDA graphs, so steps are not
-    padded to captured sizes. host_overhead_us: time per step that the host takes, as stated by the user.
+    padded to captured sizes. graph_mode: FULL_DECODE_ONLY captures decode steps alone. capture_sizes: None is what the
+    engine captures for its max_num_seqs. host_overhead_us: time per step that the host takes, as stated by the user.
     async_scheduling: None is what the engine version does by default.
     step_overhead_us: device time per step that the tables do not contain; None is the value of the GPU's file.
     dp_sync_interval: steps between two agreements of a data-parallel group on whether any of its engines has work.
@@ -70,6 +72,8 @@ class EngineSettings:
     num_gpu_blocks: int | None
     available_kv_gib: float | None
     eager: bool = False
+    graph_mode: GraphMode = "FULL_AND_PIECEWISE"
+    capture_sizes: tuple[int, ...] | None = None
     host_overhead_us: float = 0.0
     async_scheduling: bool | None = None
     step_overhead_us: float | None = None
@@ -209,6 +213,8 @@ class EngineFile(Strict):
     num_gpu_blocks: Annotated[int, Field(ge=2)] | None = None
     available_kv_gib: Positive | None = None
     enforce_eager: bool = False
+    cudagraph_mode: GraphMode = "FULL_AND_PIECEWISE"
+    cudagraph_capture_sizes: list[Count] | None = None
     host_overhead_us: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     all2all_backend: str = DEFAULT
     dp_sync_interval: Count = 16
@@ -338,7 +344,9 @@ def _settings(path: Path, engine: EngineFile) -> EngineSettings:
         gpu_memory_utilization=engine.gpu_memory_utilization,
         num_gpu_blocks=engine.num_gpu_blocks,
         available_kv_gib=engine.available_kv_gib,
-        eager=engine.enforce_eager,
+        eager=engine.enforce_eager or engine.cudagraph_mode == "NONE",
+        graph_mode=engine.cudagraph_mode,
+        capture_sizes=_capture_sizes(path, engine.cudagraph_capture_sizes),
         host_overhead_us=engine.host_overhead_us,
         async_scheduling=engine.async_scheduling,
         step_overhead_us=engine.step_overhead_us,
@@ -347,6 +355,12 @@ def _settings(path: Path, engine: EngineFile) -> EngineSettings:
         speculation=speculation,
         offload=KvOffload(**engine.kv_offload.model_dump()) if engine.kv_offload else None,
     )
+
+
+def _capture_sizes(path: Path, sizes: list[int] | None) -> tuple[int, ...] | None:
+    if sizes is not None and sizes != sorted(set(sizes)):
+        raise ConfigError(f"{path}: cudagraph_capture_sizes must ascend, found {sizes}")
+    return None if sizes is None else tuple(sizes)
 
 
 def _check(path: Path, cluster: Cluster) -> None:

@@ -147,7 +147,8 @@ def deploy(
         max_num_batched_tokens=limits.max_num_batched_tokens,
         kv=kv.layout,
         collectives=from_fitted_link(instance.links) if instance.links else None,
-        capture_sizes=() if instance.engine.eager else default_capture_sizes(limits.max_num_seqs * queries),
+        capture_sizes=_capture_sizes(instance.engine, limits.max_num_seqs * queries),
+        prefills_in_graphs=instance.engine.graph_mode != "FULL_DECODE_ONLY",
         host_us=instance.engine.host_overhead_us,
         host_overlaps=asynchronous or group.pp > 1,
         step_us=step_us,
@@ -191,6 +192,12 @@ def deploy(
     )
     groups = _groups(deployment, spec, cost, instance.engine.dp_sync_interval)
     return Deployed(deployment, cost, groups, bundle.meta, kv.layout)
+
+
+def _capture_sizes(engine: EngineSettings, sequences: int) -> tuple[int, ...]:
+    if engine.eager:
+        return ()
+    return default_capture_sizes(sequences) if engine.capture_sizes is None else engine.capture_sizes
 
 
 def _own_variant(

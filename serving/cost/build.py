@@ -78,6 +78,7 @@ def build_cost(
     kv: KvLayout | None = None,
     collectives: Collectives | None = None,
     capture_sizes: Sequence[int] = (),
+    prefills_in_graphs: bool = True,
     host_us: float = 0.0,
     host_overlaps: bool = False,
     step_us: float = 0.0,
@@ -95,7 +96,8 @@ def build_cost(
     bundle: tables of `spec` at parallel.tp. hardware may be None where a cluster file brings its own link numbers as
     `collectives`; else the collectives come from its links. kv: the run's layout, compared with the bundle's.
     max_num_batched_tokens: the token budget of a step; dense tables that end below it are refused at once.
-    capture_sizes: CUDA-graph sizes (serving.cost.default_capture_sizes), empty for eager. host_us: host time per
+    capture_sizes: CUDA-graph sizes (serving.cost.default_capture_sizes), empty for eager. prefills_in_graphs: steps with
+    prefills are padded to them too, as in piecewise graphs. host_us: host time per
     step, as stated by the caller; where `host_overlaps` (asynchronous scheduling) only what it exceeds the device's
     time by counts. step_us: device time per step that the tables do not contain; step_source says where it is from.
     routing: what the busiest expert-parallel rank gets, None for an even load. all2all_backend: see serving.backends.
@@ -142,6 +144,7 @@ def build_cost(
         kernels=kernels,
         dense_prefill=_dense_prefill(spec, parallel.tp, kernels, hardware, bundle),
         capture_sizes=tuple(sorted(capture_sizes)),
+        prefills_in_graphs=prefills_in_graphs,
         host_us=host_us,
         host_overlaps=host_overlaps,
         step_us=step_us,

@@ -40,7 +40,8 @@ class TableCost:
     overlaps with the device's as under asynchronous scheduling, only what it exceeds it by. by_tokens and by_sequences
     price one rank, by_group_tokens the tokens of all ranks (padded as they are computed), by_sparse_tokens the tokens
     of a rank that do not take dense prefill. dense_prefill: None where the engine has no such kernel, or the model no
-    indexer. dummy_tokens: of the batch of a rank without work.
+    indexer. dummy_tokens: of the batch of a rank without work. prefills_in_graphs: CUDA graphs take steps with prefills
+    too; else those run unpadded.
     """
 
     by_tokens: Folded
@@ -56,6 +57,7 @@ class TableCost:
     step_us: float = 0.0
     step_source: str = "stated"
     dummy_tokens: int = 1
+    prefills_in_graphs: bool = True
     padded: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -70,7 +72,7 @@ class TableCost:
         """Nanoseconds of one step; None marks a rank that runs a dummy batch."""
         if len(shapes) == 1 and (shape := shapes[0]) is not None:
             count = shape.tokens if shape.prefills else shape.decode_requests * shape.decode_query_tokens
-            if count < len(self.padded):
+            if count < len(self.padded) and (self.prefills_in_graphs or not shape.prefills):
                 count = self.padded[count]
             device_ns = self._rank_ns(shape, count) + self.by_group_tokens.ns(count)
         else:
@@ -85,6 +87,8 @@ class TableCost:
         """Tokens per rank that the step computes, padded to CUDA graphs; see serving.cost.graphs."""
         tokens = [shape.tokens if shape else self.dummy_tokens for shape in shapes]
         largest = max(tokens)
+        if not self.prefills_in_graphs and any(shape and shape.prefills for shape in shapes):
+            return tokens
         return [self.padded[largest]] * len(tokens) if largest < len(self.padded) else tokens
 
     def _host_ns(self, device_ns: int) -> int:

@@ -10,7 +10,7 @@ import yaml
 from profiler.core.errors import ConfigError
 from profiler.core.paths import data_root
 from profiler.core.types import Parallel
-from serving.config import UNLIMITED, Overrides, load_cluster
+from serving.config import UNLIMITED, EngineSettings, Overrides, load_cluster
 
 SHARED = Path(__file__).resolve().parents[2].parent / "shared"
 OURS = {"instances": [{"model": "meta-llama/Llama-3.1-8B", "hardware": "H200"}]}
@@ -191,3 +191,20 @@ def test_shipped_cluster_files_load():
     assert paths
     for path in paths:
         assert load_cluster(path).instances
+
+
+def test_graph_modes_and_capture_sizes(tmp_path: Path) -> None:
+    def engine(text: str) -> EngineSettings:
+        path = tmp_path / "cluster.yaml"
+        path.write_text(f"instances:\n  - {{model: m, hardware: H200, engine: {{{text}}}}}\n")
+        return load_cluster(path).instances[0].engine
+
+    default = engine("")
+    assert (default.eager, default.graph_mode, default.capture_sizes) == (False, "FULL_AND_PIECEWISE", None)
+    assert engine("cudagraph_mode: NONE").eager
+    decode = engine("cudagraph_mode: FULL_DECODE_ONLY, cudagraph_capture_sizes: [1, 2, 4]")
+    assert (decode.eager, decode.graph_mode, decode.capture_sizes) == (False, "FULL_DECODE_ONLY", (1, 2, 4))
+    with pytest.raises(ConfigError, match="cudagraph_capture_sizes must ascend"):
+        engine("cudagraph_capture_sizes: [4, 2]")
+    with pytest.raises(ConfigError, match="cudagraph_mode"):
+        engine("cudagraph_mode: SOME")

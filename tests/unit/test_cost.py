@@ -207,6 +207,21 @@ def test_graphs_pad_every_rank_to_the_largest(bundle: Bundle) -> None:
     )
 
 
+def test_decode_graphs_leave_steps_with_prefills_unpadded(bundle: Bundle) -> None:
+    sizes = default_capture_sizes(256)
+    both, decodes, eager = (
+        cost(bundle, capture_sizes=sizes),
+        cost(bundle, capture_sizes=sizes, prefills_in_graphs=False),
+        cost(bundle),
+    )
+    decode = StepShape((), 13, 13 * 4096, 4096, 13 * 2048, 13)
+    mixed = StepShape(((20, 0),), 13, 13 * 4096, 4096, 13 * 2048, 14)
+    assert decodes.computed_tokens([decode]) == both.computed_tokens([decode]) == [16]
+    assert decodes.step_ns([decode]) == both.step_ns([decode]) != eager.step_ns([decode])
+    assert (decodes.computed_tokens([mixed]), both.computed_tokens([mixed])) == ([33], [40])
+    assert decodes.step_ns([mixed]) == eager.step_ns([mixed]) != both.step_ns([mixed])
+
+
 def test_padding_rule() -> None:
     sizes = default_capture_sizes(128)
     assert sizes[:6] == (1, 2, 4, 8, 16, 24) and sizes[-1] == 256

@@ -15,7 +15,8 @@ from serving.recording.vllm_driver import EngineArguments, cluster_file
 
 ARGUMENTS = EngineArguments(
     max_model_len=8192, max_num_batched_tokens=4096, max_num_seqs=64, kv_cache_dtype="auto", utilization=0.9,
-    num_gpu_blocks=None, block_tokens=None, eager=True, prefix_caching=True, async_scheduling=False, seed=0,
+    num_gpu_blocks=None, block_tokens=None, mode="eager", capture_sizes=None, prefix_caching=True,
+    async_scheduling=False, single_stream=False, seed=0,
 )  # fmt: skip
 SHAPES = (
     StepShape(((1024, 2048),), 0, 0, 0, 0, 1),
@@ -33,7 +34,11 @@ def bundles(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def recorded_cluster(folder: Path, layers: int, **engine: object) -> Path:
     """The cluster file that `record` writes beside a recording of `layers` layers."""
-    content = cluster_file(priced.MODEL, "H200", layers, ARGUMENTS, {"num_gpu_blocks": 500})
+    facts = {
+        "num_gpu_blocks": 500, "max_num_seqs": 64, "max_num_batched_tokens": 4096, "cudagraph_mode": "NONE",
+        "capture_sizes": [], "async_scheduling": False,
+    }  # fmt: skip
+    content = cluster_file(priced.MODEL, "H200", layers, ARGUMENTS, facts)
     content["instances"][0]["engine"] |= engine
     path = folder / "config.json"
     path.write_text(json.dumps(content))
