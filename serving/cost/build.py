@@ -96,10 +96,10 @@ def build_cost(
     bundle: tables of `spec` at parallel.tp. hardware may be None where a cluster file brings its own link numbers as
     `collectives`; else the collectives come from its links. kv: the run's layout, compared with the bundle's.
     max_num_batched_tokens: the token budget of a step; dense tables that end below it are refused at once.
-    capture_sizes: CUDA-graph sizes (serving.cost.default_capture_sizes), empty for eager. prefills_in_graphs: steps with
-    prefills are padded to them too, as in piecewise graphs. host_us: host time per
-    step, as stated by the caller; where `host_overlaps` (asynchronous scheduling) only what it exceeds the device's
-    time by counts. step_us: device time per step that the tables do not contain; step_source says where it is from.
+    capture_sizes: CUDA-graph sizes (serving.cost.default_capture_sizes), empty for eager; without prefills_in_graphs
+    only steps of decodes alone are padded to them. host_us: host time per step, as stated by the caller; where
+    `host_overlaps` (asynchronous scheduling) only what it exceeds the device's time by counts. step_us: device time
+    per step that the tables do not contain; step_source says where it is from.
     routing: what the busiest expert-parallel rank gets, None for an even load. all2all_backend: see serving.backends.
     decode_query_tokens: query tokens of every decode request; tables need rows of that many. dummy_tokens: of a rank
     without work. more_by_tokens: further lines by the tokens of a rank.

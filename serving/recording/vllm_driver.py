@@ -290,7 +290,7 @@ def prompt_token_ids(request: TraceRequest, vocab: int) -> list[int]:
     if request.prefix is not None:
         for block in request.prefix.ids:
             ids += _random_ids(f"block {block}", request.prefix.block_tokens, vocab)
-        del ids[request.prefix.tokens :]
+        del ids[min(request.prefix.tokens, request.prompt_tokens) :]
     rest = request.prompt_tokens - len(ids)
     return ids + _random_ids(f"request {request.request_id}", rest, vocab)
 

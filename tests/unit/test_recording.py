@@ -185,6 +185,8 @@ def test_equal_prefix_hashes_become_equal_tokens() -> None:
     one, two = tokens("a", 1, 2, 3), tokens("b", 1, 2, 4)
     assert len(one) == len(two) == 40
     assert one[:32] == two[:32] and one[32:] != two[32:]
+    # Hashes may reach into the answer.
+    assert len(prompt_token_ids(TraceRequest("a", 0, 33, 7, prefix=PrefixHashes((1, 2, 3), 16, 40)), 1000)) == 33
     alone = [prompt_token_ids(TraceRequest(name, 0, 40, 1), 1000) for name in ("a", "a", "b")]
     assert alone[0] == alone[1] != alone[2]
     assert prompt_token_ids(TraceRequest("a", 0, 3, 1, prompt_ids=(7, 8, 9)), 1000) == [7, 8, 9]
