@@ -19,8 +19,9 @@ from profiler.core.types import Category, ModelSpec, Parallel
 from profiler.engines.base import Engine, EngineOptions, ShotResult, create_engine, find_binding, most_repeats
 from profiler.kernels._axes import Limits
 from profiler.kernels.moe import local_experts
+from profiler.power import sample_power, with_power
 from profiler.recheck import suspects
-from profiler.samples import Run, append_result, plain_info, read_runs, start_run
+from profiler.samples import Run, append_power, append_result, plain_info, read_runs, start_run
 from profiler.skew import fit_skew
 from profiler.sweep import batch_of, choose_categories, merge, plan, rank_spec, split_by_memory, split_by_prefills
 from profiler.tabulate import Acquired, bundle_meta, config_sha256, tabulate, variant_of
@@ -54,6 +55,7 @@ class Job:
     skip_skew: bool = False
     contract: str = "serving"
     execution: str = "auto"
+    power: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,6 +239,11 @@ def _fill(
     take([index for index in todo if run.shots[index].moe is None], again=False)
     if run.results and run.hardware != CPU:
         take(suspects([*earlier, run], spec, find_binding(run.info, job.contract)), again=True)
+    if job.power:
+        binding = find_binding(run.info, job.contract)
+        run.power = sample_power(engine, [*earlier, run], spec, binding)
+        if run.power and save_to is not None:
+            append_power(save_to, run.power)
     take([index for index in todo if run.shots[index].moe is not None], again=False)
 
 
@@ -308,7 +315,8 @@ def publish(
             entry = acquired.grid.get(name) or (bundle.meta["grid"].get(name) if bundle else None) or {}
             acquired = replace(acquired, grid={**acquired.grid, name: {**entry, "fit": fitted.report}})
         fits = {tp: fitted.fits} if fitted else {}
-        write_bundle(out_root, bundle_meta(runs, target.spec, acquired, binding), tables, force, fits)
+        meta = with_power(bundle_meta(runs, target.spec, acquired, binding), runs, bundle.meta if bundle else {})
+        write_bundle(out_root, meta, tables, force, fits)
     return (folder if acquired.tables else None), acquired
 
 

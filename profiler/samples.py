@@ -2,8 +2,8 @@
 
 A file is a chain of gzip members, so it is appended to shot by shot and a killed run loses at most the shot in flight.
 Decompressed it is text: a run starts with a line `#run` and a JSON object (what ran, and its shots), then the CSV
-header, then one row per sample; a failed shot is one row with its reason in the last column. Several runs may follow
-each other, in one file or in several.
+header, then one row per sample; a failed shot is one row with its reason in the last column. Power samples of a run are
+a line `#power` and a JSON object. Several runs may follow each other, in one file or in several.
 """
 
 import csv
@@ -23,12 +23,16 @@ from profiler.engines.base import EngineInfo, KernelSample, ShotResult
 
 FORMAT: Final = 1
 _MARK: Final = "#run "
+_POWER_MARK: Final = "#power "
 _COLUMNS: Final = ("shot_index", "repeat", "module", "kernel", "duration_us", "launches", "failure")
 
 
 @dataclass(slots=True)
 class Run:
-    """One engine start: what ran, its shots, and the results so far (shot index -> result)."""
+    """One engine start: what ran, its shots, and the results so far (shot index -> result).
+
+    power: what the engine's `power` returned, where it was sampled.
+    """
 
     model: str
     model_config_sha256: str
@@ -42,6 +46,7 @@ class Run:
     shots: tuple[Shot, ...]
     left_out: tuple[Shot, ...]
     results: dict[int, ShotResult] = field(default_factory=dict)
+    power: Mapping[str, Any] | None = None
 
 
 def shot_to_json(shot: Shot) -> dict[str, Any]:
@@ -129,6 +134,11 @@ def append_result(path: Path, result: ShotResult) -> None:
     _append(path, _rows(result))
 
 
+def append_power(path: Path, power: Mapping[str, Any]) -> None:
+    """Adds the power samples of the run as a member of its own."""
+    _append(path, _POWER_MARK + json.dumps(power, separators=(",", ":")) + "\n")
+
+
 def _whole_members(data: bytes) -> tuple[list[str], int]:
     """(texts of the complete gzip members, their length in bytes). A torn last member is left out."""
     texts: list[str] = []
@@ -176,6 +186,12 @@ def _parse(path: Path, text: str) -> list[Run]:
             continue
         if not runs:
             raise ConfigError(f"{path}:{number}: a row before the first run")
+        if row.startswith(_POWER_MARK):
+            try:
+                runs[-1].power = json.loads(row.removeprefix(_POWER_MARK))
+            except ValueError:
+                raise ConfigError(f"{path}:{number}: power samples that are no JSON") from None
+            continue
         try:
             index, repeat, module, kernel, duration, launches, failure = next(csv.reader([row]))
             sample = KernelSample(int(index), int(repeat), module, kernel, float(duration), int(launches))

@@ -105,6 +105,7 @@ def job_of(model: str, options: dict[str, Any]) -> "Job":
         skip_skew=options.get("skip_skew", False),
         contract=options["contract"],
         execution=options["execution"],
+        power=options.get("power", False),
     )
 
 

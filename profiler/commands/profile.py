@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 @click.option("--grid", default="coarse", help="full, coarse, or tiny for a CPU.")
 @click.option("--categories", callback=names, help="Comma-separated categories.  [default: all of the model]")
 @click.option("--skip-skew", is_flag=True, help="Leave out batches of unequal requests (category skew).")
+@click.option("--power/--no-power", default=True, help="Sample power and clocks by kernel class, with engine vllm.")
 @out_root_option
 @click.option("--force", is_flag=True, help="Replace tables that exist.")
 @click.option("--dry-run", is_flag=True, help="Print shots per category and minutes, and stop.")

@@ -18,6 +18,7 @@ __all__ = [
     "Fill",
     "KernelSample",
     "MoeBatch",
+    "PowerTarget",
     "Regime",
     "Rule",
     "Shot",
@@ -112,6 +113,19 @@ class ShotResult:
     failure: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class PowerTarget:
+    """One kernel class whose power is sampled. phase: "decode" or "prefill".
+
+    module: the path whose calls are repeated inside a pass of `shot`; None repeats an expert shot.
+    """
+
+    category: Category
+    phase: str
+    shot: Shot
+    module: str | None
+
+
 class Engine(Protocol):
     """Runs shots. Created by its module's `create(options)`, which raises AcquisitionError when it cannot start."""
 
@@ -125,6 +139,9 @@ class Engine(Protocol):
         kernel) yields its failure and the run goes on; when the device is lost, the remaining shots fail too.
         """
         ...
+
+    # An engine may also have `power(targets: Sequence[PowerTarget], seconds: float) -> Mapping[str, Any]`: plain JSON
+    # with `samples`, a list of {category, phase, watts, ...}, `idle` and the card's clocks before and after.
 
     def close(self) -> None: ...
 

@@ -1,8 +1,8 @@
 """The vLLM engine: runs shots inside a real vLLM worker and times its kernels with the CUDA profiler."""
 
+import functools
 import importlib.metadata
 import os
-import subprocess
 import sys
 import time
 from collections import defaultdict
@@ -12,8 +12,10 @@ from typing import Any
 from profiler.core.errors import AcquisitionError
 from profiler.core.shots import MoeBatch, Shot
 from profiler.core.stack import stack_of
-from profiler.engines.base import EngineInfo, EngineOptions, KernelSample, ShotResult
+from profiler.engines.base import EngineInfo, EngineOptions, KernelSample, PowerTarget, ShotResult
 from profiler.engines.vllm_support import batches, boot, experts, jit, recorder, repeats, state, trace
+from profiler.engines.vllm_support import power as sampling
+from profiler.engines.vllm_support.card import gpu_facts as gpu_facts
 from profiler.engines.vllm_support.overrides import per_rank_config
 
 # A window of shots is warmed up, then profiled as one: it ends after so many shots, or so much time of warming up.
@@ -60,6 +62,8 @@ class VllmEngine:
         self._randomised = state.randomise_weights(self._boot.model)
         state.randomise_caches(dict(self._boot.kv_caches))
         self._switch = trace.Switch()
+        # Path of every annotated module or method -> what has it, and the attribute's name.
+        self._callables: dict[str, tuple[Any, str]] = {}
         self._annotate()
         self._recorder: recorder.Recorder | None = None
         generator = torch.Generator().manual_seed(state.SEED)
@@ -204,6 +208,30 @@ class VllmEngine:
             failures[index] = f"{type(error).__name__}: {error}"
         return last
 
+    def power(self, targets: Sequence[PowerTarget], seconds: float) -> Mapping[str, Any]:
+        """Power and clocks of every target, each repeated for `seconds`, as vllm_support/power.py returns them."""
+        todo = []
+        for target in targets:
+            shot = target.shot
+            what = {"category": target.category, "phase": target.phase, "module": target.module or "experts"}
+            size = {"tokens": shot.moe.tokens if shot.moe else shot.new_tokens, "kv_tokens": shot.kv_tokens}
+            todo.append((what | size, functools.partial(self._power_of, target, seconds)))
+        return sampling.measure(todo, seconds)
+
+    def _power_of(self, target: PowerTarget, seconds: float, sensor: sampling.Sensor) -> dict[str, Any]:
+        import torch
+
+        try:
+            self._step(target.shot)
+            if target.module is None:
+                return sampling.alone(lambda: self._step(target.shot), sensor, seconds, torch.cuda.synchronize)
+            owner, name = self._callables[target.module]
+            step = functools.partial(self._step, target.shot)
+            return sampling.in_a_pass(owner, name, step, sensor, seconds, torch.cuda.synchronize)
+        except Exception:
+            self._boot.runner.execute_model_state = None
+            raise
+
     def _release_caches(self) -> None:
         import torch
 
@@ -270,15 +298,17 @@ class VllmEngine:
 
     def _annotate(self) -> None:
         """Ranges around modules, and around the parts of the attention module that run without a module."""
-        trace.annotate_modules(self._boot.model, self._switch)
+        runner = self._boot.runner
+        for root, prefix in ((self._boot.model, ""), (runner.sampler, "runner.sampler")):
+            trace.annotate_modules(root, self._switch, prefix)
+            for path, module in root.named_modules():
+                self._callables[f"{prefix}.{path}".strip(".")] = (module, "forward")
         for path, module in self._boot.model.named_modules():
             if hasattr(module, "W_UK_T") and hasattr(module, "_v_up_proj"):
-                trace.annotate_method(module, "_v_up_proj", self._switch, f"{path}.v_up")
+                self._annotate_method(module, "_v_up_proj", f"{path}.v_up")
                 for method in ("forward_mqa", "forward_mha", "do_kv_cache_update"):
                     if hasattr(module.impl, method):
-                        trace.annotate_method(module.impl, method, self._switch, f"{path}.{method}")
-        runner = self._boot.runner
-        trace.annotate_modules(runner.sampler, self._switch, "runner.sampler")
+                        self._annotate_method(module.impl, method, f"{path}.{method}")
         for method in (
             "_prepare_inputs",
             "_build_attention_metadata",
@@ -287,7 +317,11 @@ class VllmEngine:
             "_update_states",
         ):
             if hasattr(runner, method):
-                trace.annotate_method(runner, method, self._switch, f"runner.{method.strip('_')}")
+                self._annotate_method(runner, method, f"runner.{method.strip('_')}")
+
+    def _annotate_method(self, owner: Any, method: str, path: str) -> None:
+        trace.annotate_method(owner, method, self._switch, path)
+        self._callables[path] = (owner, method)
 
 
 def _compile_ahead(config: Mapping[str, Any], options: EngineOptions, workers: int) -> None:
@@ -310,35 +344,6 @@ def _version(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return "absent"
-
-
-def gpu_facts() -> dict[str, Any]:
-    """Name, driver, clocks and power limits of the first GPU as nvidia-smi reports them."""
-    fields = ["name", "driver_version", "memory.total", "clocks.max.sm", "clocks.max.mem", "power.limit", "pstate"]
-    query = subprocess.run(
-        ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if query.returncode != 0:
-        import torch
-
-        return {"name": torch.cuda.get_device_name()}
-    values = [v.strip() for v in query.stdout.splitlines()[0].split(",")]
-    names = [
-        "name",
-        "driver",
-        "memory_total_mib",
-        "max_sm_clock_mhz",
-        "max_memory_clock_mhz",
-        "power_limit_w",
-        "pstate",
-    ]
-    facts: dict[str, Any] = dict(zip(names, values, strict=True))
-    for key in names[2:6]:
-        facts[key] = float(facts[key])
-    return facts
 
 
 def _layout_name(caches: Mapping[str, Any]) -> str:
