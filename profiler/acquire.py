@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
+from profiler.bind import never_dense
 from profiler.card import CPU, check_card, choose_engine, hardware_name
 from profiler.contract import REPLAY_CATEGORIES, check_execution, execution_of, replay_spec
 from profiler.core.bundle import read_bundle, table_text, write_bundle
@@ -23,7 +24,16 @@ from profiler.power import sample_power, with_power
 from profiler.recheck import suspects
 from profiler.samples import Run, append_power, append_result, plain_info, read_runs, start_run
 from profiler.skew import fit_skew
-from profiler.sweep import batch_of, choose_categories, merge, plan, rank_spec, split_by_memory, split_by_prefills
+from profiler.sweep import (
+    batch_of,
+    choose_categories,
+    contained,
+    merge,
+    plan,
+    rank_spec,
+    split_by_memory,
+    split_by_prefills,
+)
 from profiler.tabulate import Acquired, bundle_meta, config_sha256, tabulate, variant_of
 from profiler.visits import one_engine
 
@@ -161,7 +171,7 @@ def measure(
         if new_in is not None:
             _refuse_existing(run, new_in, job.contract)
         one_engine([*earlier, run])
-        _fill(run, job, target.spec, engine, report, save_to, earlier)
+        _fill(run, job, target, engine, report, save_to, earlier)
         return run
     finally:
         engine.close()
@@ -170,9 +180,9 @@ def measure(
 def _planned(job: Job, target: Target, tp: int, engine: Engine) -> Run:
     """A run without results yet: what the engine is, and the shots that fit into its memory."""
     info = plain_info(engine.info())
-    planned = [shot for shots in target.shots[tp].values() for shot in shots]
+    planned = [shot for shots in target.shots[tp].values() for shot in shots if not never_dense(shot, info)]
     if info.whole_forward:
-        planned = merge(planned)
+        planned = merge(planned, contained(target.spec, target.limits[tp], target.categories[tp]))
     shots, left_out = split_by_memory(planned, info.kv.get("tokens"), int(info.kv["block_tokens"]))
     shots, too_many = split_by_prefills(shots, info.settings.get("max_prefills_per_step"))
     left_out += too_many
@@ -204,7 +214,7 @@ def _refuse_existing(run: Run, root: Path, contract: str) -> None:
 def _fill(
     run: Run,
     job: Job,
-    spec: ModelSpec,
+    target: Target,
     engine: Engine,
     report: Report,
     save_to: Path | None,
@@ -212,8 +222,9 @@ def _fill(
 ) -> None:
     """Runs every shot of `run` that is not done, keeping and saving each result as it comes.
 
-    Forward passes come first; those with a cell unlike its neighbours are then run a second time (not on a processor,
-    which other work disturbs at any time), and expert shots last, since an engine may give them the caches' memory.
+    Forward passes come first, those of the contained grid before the others; after each part, passes with a cell
+    unlike its neighbours are run a second time (not on a processor, which other work disturbs at any time). Expert
+    shots come last, since an engine may give them the caches' memory.
     """
     whole, done = run.info.whole_forward, finished(earlier)
     todo = [index for index, shot in enumerate(run.shots) if batch_of(shot, whole) not in done]
@@ -236,12 +247,16 @@ def _fill(
             count += 1
             report(count, total, run.shots[index].label)
 
-    take([index for index in todo if run.shots[index].moe is None], again=False)
-    if run.results and run.hardware != CPU:
-        take(suspects([*earlier, run], spec, find_binding(run.info, job.contract)), again=True)
+    before_others = contained(target.spec, target.limits[run.tp], target.categories[run.tp])
+    forward = [index for index in todo if run.shots[index].moe is None]
+    coarse = [index for index in forward if batch_of(run.shots[index], whole) in before_others]
+    for part in (coarse, [index for index in forward if index not in set(coarse)]):
+        take(part, again=False)
+        if part and run.hardware != CPU:
+            take(suspects([*earlier, run], target.spec, find_binding(run.info, job.contract)), again=True)
     if job.power:
         binding = find_binding(run.info, job.contract)
-        run.power = sample_power(engine, [*earlier, run], spec, binding)
+        run.power = sample_power(engine, [*earlier, run], target.spec, binding)
         if run.power and save_to is not None:
             append_power(save_to, run.power)
     take([index for index in todo if run.shots[index].moe is not None], again=False)

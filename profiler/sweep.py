@@ -3,7 +3,7 @@
 import importlib
 import math
 import pkgutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Final, Protocol, cast
 
@@ -11,7 +11,7 @@ from profiler.core.errors import ConfigError, unknown
 from profiler.core.shard import geometry
 from profiler.core.shots import Fill, Key, Shot
 from profiler.core.types import Category, ModelSpec, Parallel
-from profiler.kernels._axes import Limits
+from profiler.kernels._axes import CONTAINS, Limits
 from profiler.kernels._components import components_of
 from profiler.kernels._work import Work
 
@@ -70,16 +70,31 @@ def plan(spec: ModelSpec, limits: Limits, categories: Iterable[Category]) -> dic
     return {category: modules[category].shots(spec, limits) for category in categories}
 
 
-def merge(shots: Iterable[Shot]) -> list[Shot]:
+def merge(shots: Iterable[Shot], before_others: Collection[Shot] = ()) -> list[Shot]:
     """Shots with equal batches become one that fills all their tables; cheap ones first, expert shots last.
 
-    For engines that run the whole stack: one forward pass then serves several categories.
+    For engines that run the whole stack: one forward pass then serves several categories. before_others: batches
+    (`batch_of`) that come before every other forward pass.
     """
     fills: dict[Shot, list[Fill]] = {}
     for shot in shots:
         fills.setdefault(replace(shot, fills=()), []).extend(shot.fills)
     merged = [replace(batch, fills=tuple(dict.fromkeys(found))) for batch, found in fills.items()]
-    return sorted(merged, key=lambda s: (s.moe is not None, s.moe.ep if s.moe else 0, s.new_tokens, s.kv_tokens))
+    later = {shot: batch_of(shot, True) not in before_others for shot in merged}
+    return sorted(
+        merged, key=lambda s: (s.moe is not None, later[s], s.moe.ep if s.moe else 0, s.new_tokens, s.kv_tokens)
+    )
+
+
+def contained(spec: ModelSpec, limits: Limits, categories: Iterable[Category]) -> frozenset[Shot]:
+    """Batches (`batch_of`) of the grid that the one of `limits` contains, at the same limits; none where there is none.
+
+    Whole tables come from these alone.
+    """
+    if limits.grid not in CONTAINS:
+        return frozenset()
+    coarser = plan(spec, replace(limits, grid=CONTAINS[limits.grid]), categories)
+    return frozenset(batch_of(shot, True) for shots in coarser.values() for shot in shots)
 
 
 def batch_of(shot: Shot, whole_forward: bool) -> Shot:

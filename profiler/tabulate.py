@@ -4,8 +4,8 @@ import hashlib
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any, Final
 
 from profiler.bind import Bound, Row, Unbound, bind, decode_threshold_tokens, selection_in_dense_prefill
@@ -15,16 +15,17 @@ from profiler.core.bundle import SCHEMA_VERSION, Table, make_table
 from profiler.core.errors import AcquisitionError
 from profiler.core.hardware import Hardware, load_hardware
 from profiler.core.naming import variant_name
-from profiler.core.shots import Key
+from profiler.core.shots import Key, Shot
 from profiler.core.tables import KEY_COLUMNS
 from profiler.core.types import Category, ModelSpec
 from profiler.core.units import MIB
 from profiler.engines.base import Binding, EngineInfo
+from profiler.kernels._axes import Limits
 from profiler.kernels._components import categories_of
 from profiler.quality import quality
 from profiler.recheck import check_outliers
 from profiler.samples import Run
-from profiler.sweep import rank_spec, work_of
+from profiler.sweep import batch_of, contained, rank_spec, work_of
 from profiler.visits import Latest, kv_facts, latest, one_engine
 
 # Keys of a GPU description that change between two moments on the same card.
@@ -62,8 +63,9 @@ def tabulate(runs: Sequence[Run], spec: ModelSpec, binding: Binding, categories:
     `categories` are those wanted, None for all that the runs have shots of.
 
     A category is refused when a shot of it is missing or failed, a component has no kernel, or a cell is faster than
-    the card's peak rates allow. Raises AcquisitionError when kernels of material time belong to no component: then
-    nothing of this tp can be trusted. Raises ConfigError when the runs are not of one engine and layout.
+    the card's peak rates allow. Where the run's grid contains a coarser one, its shots alone may not be missing. Raises
+    AcquisitionError when kernels of material time belong to no component: then nothing of this tp can be trusted.
+    Raises ConfigError when the runs are not of one engine and layout.
     """
     info = one_engine(runs)
     measured = _of_model(latest(runs), spec)
@@ -75,8 +77,9 @@ def tabulate(runs: Sequence[Run], spec: ModelSpec, binding: Binding, categories:
         refused[category] += lines
     planned = (fill.category for shot in (*shots, *runs[-1].left_out) for fill in shot.fills)
     wanted = [c for c in dict.fromkeys(planned) if categories is None or c in categories]
+    needed = _needed(runs[-1], spec, wanted)
     for index, shot in enumerate(shots):
-        if index not in results:
+        if index not in results and (not needed or batch_of(shot, info.whole_forward) in needed):
             for category in dict.fromkeys(fill.category for fill in shot.fills):
                 refused[category].append(f"{shot.label}: not run")
     # Equal parts of one kernel's time say nothing of the work of each.
@@ -100,7 +103,8 @@ def tabulate(runs: Sequence[Run], spec: ModelSpec, binding: Binding, categories:
             refused[category] += lines
             del tables[category]
     reasons = {category: tuple(lines) for category, lines in refused.items() if lines and category in wanted}
-    grid = _grid(runs, tables, bound, reasons)
+    not_run = [shot for index, shot in enumerate(shots) if index not in results]
+    grid = _grid(runs, tables, bound, reasons, not_run)
     for category, table in tables.items():
         own = quality(table, spec) | ({"confirmed": found} if (found := unlike.confirmed.get(category)) else {})
         grid[f"tp{runs[-1].tp}/{category}"]["quality"] = own
@@ -110,6 +114,15 @@ def tabulate(runs: Sequence[Run], spec: ModelSpec, binding: Binding, categories:
             "selects": selection_in_dense_prefill(results.values(), shots, spec, info, binding),
         }
     return Acquired(runs[-1].tp, tables, reasons, bound.unbound, bound.bound_share, grid)
+
+
+def _needed(run: Run, spec: ModelSpec, categories: Sequence[Category]) -> Collection[Shot]:
+    """Batches without which tables are not whole where they are fewer than all: those of the grid within the run's."""
+    known = {field.name: run.limits[field.name] for field in fields(Limits) if field.name in run.limits}
+    if not run.info.whole_forward or len(known) < len(fields(Limits)):
+        return ()
+    limits = Limits(**known | {"ep_degrees": tuple(known["ep_degrees"])})
+    return contained(spec, limits, categories)
 
 
 def _of_model(measured: Latest, spec: ModelSpec) -> Latest:
@@ -176,19 +189,28 @@ def least_us(spec: ModelSpec, row: Row, weights: str, hardware: Hardware) -> flo
 
 
 def _grid(
-    runs: Sequence[Run], tables: Mapping[Category, Table], bound: Bound, refused: Mapping[Category, tuple[str, ...]]
+    runs: Sequence[Run],
+    tables: Mapping[Category, Table],
+    bound: Bound,
+    refused: Mapping[Category, tuple[str, ...]],
+    not_run: Sequence[Shot],
 ) -> dict[str, Any]:
-    """Per table its axes and the run that filled it, and per run what it ran under."""
+    """Per table its axes and the run that filled it, and per run what it ran under.
+
+    not_run: shots of the plan that whole tables could do without.
+    """
     run = runs[-1]
     failed = {category: len(lines) for category, lines in refused.items()}
     grid: dict[str, Any] = {}
     for category, table in tables.items():
         left_out = sum(any(f.category == category for f in shot.fills) for shot in run.left_out)
+        missing = sum(any(f.category == category for f in shot.fills) for shot in not_run)
         axes_text = {name: _axis_text(table.columns[name]) for name in KEY_COLUMNS[category][1:]}
         grid[f"tp{run.tp}/{category}"] = {
             "name": run.limits.get("grid"),
             "axes": axes_text,
             "left_out": left_out,
+            **({"not_run": missing} if missing else {}),
             "run": f"run {run.started_at} tp{run.tp}",
         }
     for each in runs:

@@ -100,7 +100,7 @@ class FakeEngine:
 
     def run(self, shots: Sequence[Shot], warmup: int, repeats: int) -> Iterator[ShotResult]:
         for index, shot in enumerate(shots):
-            if self.stop_after is not None and index >= self.stop_after:
+            if self.stop_after is not None and len(self.ran) >= self.stop_after:
                 raise KeyboardInterrupt
             self.ran.append(shot)
             failure = next((why for part, why in self.failures.items() if part in shot.label), None)

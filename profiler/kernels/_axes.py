@@ -31,12 +31,16 @@ class SkewAxes:
 @dataclass(frozen=True, slots=True)
 class Axes:
     """Values along each axis, ascending. `to_the_limit` adds the limit itself as the last point of an axis,
-    `at_the_cap` points on both sides of the cap on attended keys, where the selection begins to work."""
+    `at_the_cap` points on both sides of the cap on attended keys, where the selection begins to work.
+
+    dense_chunk_tokens, dense_context_tokens: of the dense prefill that replaces sparse attention up to the cap."""
 
     tokens: tuple[int, ...]
     sequences: tuple[int, ...]
     chunk_tokens: tuple[int, ...]
     context_tokens: tuple[int, ...]
+    dense_chunk_tokens: tuple[int, ...]
+    dense_context_tokens: tuple[int, ...]
     decode_requests: tuple[int, ...]
     decode_kv_tokens: tuple[int, ...]
     moe_tokens: tuple[int, ...]
@@ -50,6 +54,7 @@ _COARSE_TOKENS: Final = (
     *(1, 2, 4, 8, 16, 17, 32, 33, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192),
     *(12288, 16384),
 )
+_COARSE_CHUNKS: Final = (1, 16, 64, 128, 129, 256, 257, 512, 1024, 1536, 2048, 4096, 8192, 16384)
 _COARSE_SEQUENCES: Final = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 512, 1024)
 _MOE_TOKENS: Final = tuple(1 << power for power in range(18))
 
@@ -96,6 +101,8 @@ GRIDS: Final[dict[str, Axes]] = {
         sequences=(1, 4, 16),
         chunk_tokens=(16, 64),
         context_tokens=(0, 1024, 2048, 4096),
+        dense_chunk_tokens=(16, 64),
+        dense_context_tokens=(0, 1024, 2048),
         decode_requests=(1, 4),
         decode_kv_tokens=(64, 1024, 2048, 4096),
         moe_tokens=(1, 16, 64, 128),
@@ -109,8 +116,10 @@ GRIDS: Final[dict[str, Axes]] = {
     "coarse": Axes(
         tokens=_COARSE_TOKENS,
         sequences=_COARSE_SEQUENCES,
-        chunk_tokens=(1, 16, 64, 128, 129, 256, 257, 512, 1024, 1536, 2048, 4096, 8192, 16384),
+        chunk_tokens=_COARSE_CHUNKS,
         context_tokens=(0, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072, 262144, 524288),
+        dense_chunk_tokens=_COARSE_CHUNKS,
+        dense_context_tokens=(0, 512, 1024, 2048),
         decode_requests=(1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 512, 1024),
         decode_kv_tokens=(64, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072, 262144, 524288),
         moe_tokens=_MOE_TOKENS,
@@ -119,24 +128,31 @@ GRIDS: Final[dict[str, Axes]] = {
         to_the_limit=True,
         at_the_cap=False,
     ),
-    # Steps of at most 1.5 along the axes that the attention-like kernels grow in. A chunk of one token is a decode for
-    # the indexer and one of two is not; 64 and 65 rows are on two sides of a change of top-k kernel, 132 and 133 on two
-    # sides of one wave of blocks on the 132 multiprocessors of an H100 or H200.
+    # The coarse grid and, between its points, those where kernels of 132 multiprocessors (H100, H200) bend or step.
+    # Chunks: one token is a decode for the indexer and two are not; back ends stop treating a chunk as decode behind
+    # 128 or 256, and FlashAttention 3 stops splitting keys of more than 992 rows. Requests: cooperative top-k ends at
+    # 32 rows; 33, 66, 132 and 198 requests fill whole waves of tiles, one more begins another. Keys: the top-k kernels
+    # bend between 8k and 128k, where a row takes another path and the scores of a batch outgrow the L2 cache.
     "full": Axes(
         tokens=_COARSE_TOKENS,
         sequences=_COARSE_SEQUENCES,
         chunk_tokens=(
-            *(1, 2, 16, 64, 128, 129, 192, 256, 257, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288),
-            16384,
+            *(1, 2, 16, 64, 128, 129, 192, 256, 257, 384, 512, 768, 992, 993, 1024, 1536, 2048, 3072, 4096, 6144, 8192),
+            *(12288, 16384),
         ),
         context_tokens=(
-            *(0, 512, 1024, 2048, 3072, 4096, 6144, 8192, 12288, 16384, 24576, 32768, 49152, 65536, 98304),
-            *(131072, 196608, 262144, 393216, 524288),
+            *(0, 512, 1024, 2048, 4096, 8192, 12288, 16384, 24576, 32768, 49152, 65536, 98304, 131072, 196608, 262144),
+            *(393216, 524288),
         ),
-        decode_requests=(*(1, 2, 4, 8, 16, 24, 32, 48, 64, 65, 96, 128, 132, 133, 160, 192, 256, 384, 512, 768, 1024),),
+        dense_chunk_tokens=(1, 16, 64, 128, 129, 256, 257, 384, 512, 768, 1024, 1280, 1536, 1792, 2048),
+        dense_context_tokens=(0, 1, 256, 512, 1024, 1536, 2048),
+        decode_requests=(
+            *(1, 2, 4, 8, 12, 16, 24, 32, 33, 34, 48, 64, 66, 67, 96, 128, 132, 133, 192, 198, 199, 256, 384, 512, 768),
+            1024,
+        ),
         decode_kv_tokens=(
-            *(64, 512, 1024, 2048, 3072, 4096, 6144, 8192, 12288, 16384, 24576, 32768, 49152, 65536, 98304),
-            *(131072, 196608, 262144, 393216, 524288),
+            *(64, 512, 1024, 2048, 2049, 4096, 8192, 12288, 16384, 24576, 32768, 49152, 65536, 131072, 196608, 262144),
+            *(393216, 524288),
         ),
         moe_tokens=_MOE_TOKENS,
         moe_skews=(0.0, 1.5),
@@ -145,6 +161,10 @@ GRIDS: Final[dict[str, Axes]] = {
         at_the_cap=True,
     ),
 }
+
+# The grid that each other one contains, by its name: an acquisition runs the contained one first, so that one cut
+# short still has whole tables.
+CONTAINS: Final = {"full": "coarse"}
 
 # Rows of one expert call above which activations of the gathered batch alone take tens of GiB.
 MAX_MOE_TOKENS: Final = 131_072

@@ -1,25 +1,34 @@
 """Prefill and decode shots over chunk x context and requests x kv, shared by the attention-like categories."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from profiler.core.shots import Fill, Regime, Shot
 from profiler.core.types import Category, ModelSpec
 from profiler.kernels._axes import Limits
 
 
-def prefill_cells(
-    limits: Limits, longest: int, to_the_end: bool = False, cap: int | None = None, also: tuple[int, ...] = ()
-) -> Iterator[tuple[int, int]]:
+def prefill_cells(limits: Limits, longest: int, cap: int | None = None) -> Iterator[tuple[int, int]]:
     """(chunk, context) pairs whose total is at most `longest` tokens.
 
-    to_the_end: every chunk also has the context with which it ends at `longest`, whatever the grid. cap: every chunk
-    also has the contexts with which it ends and begins there, None for no such point. also: further contexts.
+    cap: every chunk also has the contexts with which it ends and begins there, None for no such point.
     """
-    for chunk in limits.up_to(limits.axes.chunk_tokens, min(limits.max_num_batched_tokens, longest)):
-        contexts = limits.up_to(limits.axes.context_tokens, longest - chunk)
-        extra = [*also, longest - chunk] if to_the_end else [*also]
-        extra += [cap - chunk, cap] if cap is not None else []
-        yield from ((chunk, context) for context in _with(contexts, extra, longest - chunk))
+    extra = (cap,) if cap is not None else ()
+    yield from _cells(limits, longest, limits.axes.chunk_tokens, limits.axes.context_tokens, cap, extra)
+
+
+def dense_prefill_cells(limits: Limits, cap: int) -> Iterator[tuple[int, int]]:
+    """(chunk, context) pairs of the dense prefill below the cap, every chunk up to the context that ends at it."""
+    longest = min(limits.longest, cap)
+    yield from _cells(limits, longest, limits.axes.dense_chunk_tokens, limits.axes.dense_context_tokens, longest, ())
+
+
+def _cells(
+    limits: Limits, longest: int, chunks: Iterable[int], contexts: Iterable[int], end: int | None, also: tuple[int, ...]
+) -> Iterator[tuple[int, int]]:
+    for chunk in limits.up_to(chunks, min(limits.max_num_batched_tokens, longest)):
+        extra = also if end is None else (*also, end - chunk)
+        for context in _with(limits.up_to(contexts, longest - chunk), extra, longest - chunk):
+            yield chunk, context
 
 
 def decode_cells(limits: Limits, cap: int | None = None) -> Iterator[tuple[int, int]]:
@@ -31,7 +40,7 @@ def decode_cells(limits: Limits, cap: int | None = None) -> Iterator[tuple[int, 
             yield requests, kv
 
 
-def _with(values: list[int], extra: list[int], most: int) -> list[int]:
+def _with(values: Iterable[int], extra: Iterable[int], most: int) -> list[int]:
     return sorted({*values, *(value for value in extra if 0 <= value <= most)})
 
 

@@ -9,7 +9,14 @@ from profiler.core.shots import Shot
 from profiler.core.types import Category, ModelSpec
 from profiler.families.deepseek_v32_tail import TAIL
 from profiler.kernels._axes import Limits
-from profiler.kernels._batches import cap_point, decode_cells, decode_shot, prefill_cells, prefill_shot
+from profiler.kernels._batches import (
+    cap_point,
+    decode_cells,
+    decode_shot,
+    dense_prefill_cells,
+    prefill_cells,
+    prefill_shot,
+)
 from profiler.kernels._components import components_of
 from profiler.kernels._work import Work, key_rows, queries, query_key_pairs
 
@@ -42,9 +49,7 @@ def shots(spec: ModelSpec, limits: Limits) -> list[Shot]:
         found += [decode_shot(CATEGORY, always, requests, kv) for requests, kv in decode_cells(limits, cap)]
     if short and spec.indexer is not None:
         # The regime ends at the top-k, so its table does too: no row beyond it would be of this kernel.
-        also = (1, 256) if limits.axes.at_the_cap else ()
-        longest = min(limits.longest, spec.indexer.attended_cap_tokens)
-        cells = prefill_cells(limits, longest, to_the_end=True, also=also)
+        cells = dense_prefill_cells(limits, spec.indexer.attended_cap_tokens)
         found += [prefill_shot(CATEGORY, short, chunk, context, "dense") for chunk, context in cells]
     return found
 

@@ -11,11 +11,15 @@ from profiling import SMALL, FakeEngine, each_component, job, quiet, small_root
 from profiler import acquire, card
 from profiler.core.bundle import read_bundle
 from profiler.core.errors import AcquisitionError, ConfigError
+from profiler.core.registry import load_model
 from profiler.core.shots import Shot
 from profiler.engines.base import EngineOptions, KernelSample
+from profiler.kernels._components import names_of
 from profiler.samples import read_runs
+from profiler.sweep import batch_of
 from profiler.tabulate import variant_name
 
+V32 = "deepseek-ai/DeepSeek-V3.2-Exp"
 Start = Callable[..., list[FakeEngine]]
 
 
@@ -158,6 +162,53 @@ def test_an_interrupted_run_resumes_where_it_stopped(root: Path, tmp_path: Path,
     from_disk = acquire.publish(read_runs([path]), target, job(), tmp_path / "b")[0]
     assert from_memory is not None and from_disk is not None
     assert read_bundle(from_memory).meta["files"] == read_bundle(from_disk).meta["files"]
+
+
+FORWARD = ("dense", "indexer", "sparse_attention")
+SHORT: dict[str, Any] = {"max_model_len": 3_000, "max_num_batched_tokens": 140, "max_num_seqs": 8, "repeats": 1}
+
+
+def every_forward_component(index: int, shot: Shot, repeat: int) -> list[KernelSample]:
+    """A pass runs every kernel, whichever cells it fills."""
+    components = [(c, name) for c in FORWARD for name in names_of(load_model(V32), c)]  # type: ignore[arg-type]
+    return [KernelSample(index, repeat, category, name, 100.0 + repeat, 1) for category, name in components]
+
+
+def test_a_run_cut_short_in_its_finer_part_still_gives_whole_tables(root: Path, tmp_path: Path, fake: Start) -> None:
+    coarse, full = job(grid="coarse", categories=FORWARD, **SHORT), job(grid="full", categories=FORWARD, **SHORT)
+    fake(every_forward_component)
+    first = acquire.measure(coarse, acquire.prepare(coarse, root), 1, quiet)
+    target = acquire.prepare(full, root)
+    for beyond in (3, -1):
+        path = tmp_path / f"{beyond}.csv.gz"
+        engines = fake(every_forward_component, stop_after=len(first.shots) + beyond)
+        with pytest.raises(KeyboardInterrupt):
+            acquire.measure(full, target, 1, quiet, save_to=path)
+        coarse_ran = [batch_of(s, True) for s in engines[0].ran[: len(first.shots)]]
+        assert set(coarse_ran) <= {batch_of(shot, True) for shot in first.shots}
+        folder, acquired = acquire.publish(read_runs([path]), target, full, tmp_path / f"out{beyond}")
+        if beyond < 0:
+            assert any("not run" in reasons[0] for reasons in acquired.refused.values())
+        else:
+            acquire.refuse_incomplete([acquired])
+            assert folder is not None
+            grid = read_bundle(folder).meta["grid"]
+            assert grid["tp1/indexer"]["not_run"] > 10 and "not_run" not in grid["tp1/dense"]
+
+
+def test_a_finer_grid_resumes_from_a_coarser_one(root: Path, tmp_path: Path, fake: Start) -> None:
+    path = tmp_path / "s.csv.gz"
+    coarse, full = job(grid="coarse", categories=FORWARD, **SHORT), job(grid="full", categories=FORWARD, **SHORT)
+    fake(every_forward_component)
+    first = acquire.measure(coarse, acquire.prepare(coarse, root), 1, quiet, save_to=path)
+    target = acquire.prepare(full, root)
+    earlier = acquire.load_samples([path], target)[1]
+    engines = fake(every_forward_component)
+    run = acquire.measure(full, target, 1, quiet, save_to=path, earlier=earlier)
+    assert 0 < len(engines[0].ran) == len(run.shots) - len(first.shots)
+    _, acquired = acquire.publish(read_runs([path]), target, full, tmp_path / "out")
+    acquire.refuse_incomplete([acquired])
+    assert "not_run" not in acquired.grid["tp1/indexer"]
 
 
 def test_a_failed_shot_is_tried_again_and_the_good_result_counts(root: Path, tmp_path: Path, fake: Start) -> None:
