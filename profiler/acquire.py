@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from profiler.bind import never_dense
+from profiler.borrow import with_origin
 from profiler.card import CPU, check_card, choose_engine, hardware_name
 from profiler.contract import REPLAY_CATEGORIES, check_execution, execution_of, replay_spec
 from profiler.core.bundle import read_bundle, table_text, write_bundle
@@ -116,6 +117,12 @@ def prepare(job: Job, model_root: Path | None = None) -> Target:
 def with_shots(target: Target, shots: dict[int, dict[Category, list[Shot]]]) -> Target:
     """The same target with other shots than those of a sweep, by tp."""
     return replace(target, shots=shots)
+
+
+def without_category(target: Target, category: str) -> Target:
+    """The same target with no shots of a category, whose table comes from elsewhere."""
+    shots = {tp: {c: own for c, own in found.items() if c != category} for tp, found in target.shots.items()}
+    return with_shots(target, shots)
 
 
 def protocol(job: Job, whole_forward: bool) -> dict[str, Any]:
@@ -314,6 +321,7 @@ def publish(
     tp = runs[-1].tp
     binding = find_binding(runs[-1].info, job.contract)
     acquired = tabulate(runs, target.spec, binding, job.categories)
+    acquired = replace(acquired, grid=with_origin(acquired.grid, runs))
     folder = bundle_folder(out_root, runs[-1], job.contract)
     bundle = read_bundle(folder) if (folder / "meta.yaml").exists() else None
     there = bundle.tables if bundle else {}

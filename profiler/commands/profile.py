@@ -1,5 +1,6 @@
 """`python -m profiler profile`: measure a model's kernels and write a bundle of tables."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -35,15 +36,24 @@ if TYPE_CHECKING:
 @click.option("--resume", is_flag=True, help="Skip shots that --save-samples FILE holds already.")
 @click.option("--samples-only", is_flag=True, help="Stop after measuring; build the bundle later from the samples.")
 @from_samples_option
+@click.option(
+    "--moe-from",
+    multiple=True,
+    type=click.Path(exists=True, path_type=Path),
+    help="Take the expert table from samples or a bundle of another KV layout. May be repeated.",
+)
 def command(model: str, **options: Any) -> None:
     """Measure the kernels of MODEL on the device here and write a bundle of latency tables.
 
     Prints the bundle's folder and one line per table. A table with a failed cell is not published: the others are, and
     the exit code is 6.
     """
-    from profiler import acquire
+    from dataclasses import replace
+
+    from profiler import acquire, borrow
     from profiler.core.errors import ConfigError
     from profiler.core.paths import default_bundle_root
+    from profiler.tabulate import config_sha256
 
     save_to, read_from = options["save_samples"], options["from_samples"]
     for flag in ("resume", "samples_only"):
@@ -52,7 +62,17 @@ def command(model: str, **options: Any) -> None:
     if read_from and save_to:
         raise ConfigError("--from-samples reads samples and --save-samples measures them: give one of the two")
     job = job_of(model, options)
+    if options["moe_from"] and job.categories and "moe" not in job.categories:
+        job = replace(job, categories=(*job.categories, "moe"))
     target = acquire.prepare(job, options["model_config_root"])
+    sources = None
+    if options["moe_from"]:
+        if 1 not in job.tps or "moe" not in target.categories[1]:
+            raise ConfigError("--moe-from: experts are measured whole, so it goes with a model of experts, at --tp 1")
+        sources = borrow.read_sources(
+            options["moe_from"], target.spec.name, target.hardware, config_sha256(target.config)
+        )
+        target = acquire.without_category(target, borrow.CATEGORY)
     if options["dry_run"]:
         _print_plan(job, target)
         return
@@ -72,8 +92,11 @@ def command(model: str, **options: Any) -> None:
         return
     done = []
     for tp in chosen:
-        bundle, acquired = acquire.publish(by_tp[tp], target, job, out_root, options["force"])
+        lent = borrow.expert_runs(sources, by_tp[tp][-1]) if sources and tp == borrow.TP else []
+        bundle, acquired = acquire.publish([*lent, *by_tp[tp]], target, job, out_root, options["force"])
         print_tables(bundle, acquired)
+        if sources and tp == borrow.TP and bundle and borrow.copy_table(sources, bundle, out_root, options["force"]):
+            click.echo(f"  tp{tp}/{borrow.CATEGORY}.csv: taken from {sources.bundles[-1].path}")
         done.append(acquired)
     acquire.refuse_incomplete(done)
 

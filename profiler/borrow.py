@@ -1,0 +1,140 @@
+"""Expert tables of a sibling variant: they do not depend on the KV layout, so one measurement serves every layout.
+
+A source is a samples file or a bundle. It must be of the same model configuration, card, weights, engine and versions,
+protocol and expert back end; what was taken from where is kept in meta.yaml.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+from profiler.core.bundle import Bundle, Table, read_bundle, write_bundle
+from profiler.core.errors import ConfigError
+from profiler.engines.base import EngineInfo
+from profiler.samples import Run, read_runs
+
+CATEGORY: Final = "moe"
+TP: Final = 1
+# Settings that change the time of experts.
+_SETTINGS: Final = ("weights", "routing", "environment")
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """Where expert tables are taken from: runs of samples files, and bundles."""
+
+    runs: tuple[tuple[Path, Run], ...]
+    bundles: tuple[Bundle, ...]
+
+
+def read_sources(paths: Sequence[Path], model: str, hardware: str, sha256: str) -> Sources:
+    """Sources that have expert cells of this model, configuration and card. Raises ConfigError for others."""
+    runs: list[tuple[Path, Run]] = []
+    bundles: list[Bundle] = []
+    for path in paths:
+        if path.is_dir():
+            bundle = read_bundle(path)
+            facts = {key: bundle.meta.get(key) for key in ("model", "hardware", "model_config_sha256")}
+            _refuse(path, facts, {"model": model, "hardware": hardware, "model_config_sha256": sha256})
+            if (TP, CATEGORY) not in bundle.tables:
+                raise ConfigError(f"{path}: has no table tp{TP}/{CATEGORY}")
+            bundles.append(bundle)
+            continue
+        found = [run for run in read_runs([path]) if run.tp == TP and any(shot.moe for shot in run.shots)]
+        if not found:
+            raise ConfigError(f"{path}: holds no expert shots of tp {TP}")
+        for run in found:
+            facts = {"model": run.model, "hardware": run.hardware, "model_config_sha256": run.model_config_sha256}
+            _refuse(path, facts, {"model": model, "hardware": hardware, "model_config_sha256": sha256})
+            runs.append((path, run))
+    return Sources(tuple(runs), tuple(bundles))
+
+
+def expert_runs(sources: Sources, own: Run) -> list[Run]:
+    """The expert shots of the sources' runs, as runs that go before those of `own`'s variant.
+
+    Raises ConfigError naming the facts in which a source was measured otherwise.
+    """
+    return [_lent(path, run, own) for path, run in sources.runs]
+
+
+def _lent(path: Path, run: Run, own: Run) -> Run:
+    _refuse(path, _facts(run.info, run.protocol), _facts(own.info, own.protocol))
+    settings = {key: value for key, value in run.info.settings.items() if key != "execution"}
+    if "execution" in own.info.settings:
+        settings["execution"] = own.info.settings["execution"]
+    settings["experts_from"] = {"kv_layout": run.info.kv.get("layout"), "measured_at": run.started_at}
+    kept = [index for index, shot in enumerate(run.shots) if shot.moe is not None]
+    results = {}
+    for new, old in enumerate(kept):
+        if old in run.results:
+            samples = tuple(replace(sample, shot_index=new) for sample in run.results[old].samples)
+            results[new] = replace(run.results[old], shot_index=new, samples=samples)
+    return replace(
+        run,
+        info=replace(own.info, settings=settings),
+        shots=tuple(run.shots[index] for index in kept),
+        left_out=tuple(shot for shot in run.left_out if shot.moe is not None),
+        results=results,
+        power=None,
+    )
+
+
+def with_origin(grid: Mapping[str, Any], runs: Sequence[Run]) -> dict[str, Any]:
+    """A bundle's grid in which the expert table names the run that it was taken from."""
+    name = f"tp{TP}/{CATEGORY}"
+    lent = [run for run in runs if "experts_from" in run.info.settings]
+    own = any(shot.moe is not None for run in runs if run not in lent for shot in run.shots)
+    if not lent or own or name not in grid:
+        return dict(grid)
+    origin = {"run": f"run {lent[-1].started_at} tp{TP}", "from": dict(lent[-1].info.settings["experts_from"])}
+    return {**grid, name: {**grid[name], **origin, "name": lent[-1].limits.get("grid")}}
+
+
+def copy_table(sources: Sources, path: Path, root: Path, force: bool = False) -> Table | None:
+    """Adds the expert table of the last source bundle to the bundle at `path`; None where no bundle is a source.
+
+    Raises ConfigError when it was measured otherwise, or the table is there and `force` is not given.
+    """
+    if not sources.bundles:
+        return None
+    source, own = sources.bundles[-1], read_bundle(path)
+    keys = ("weights", "protocol")
+    there, here = ({key: meta[key] for key in keys} | _engine(meta) for meta in (source.meta, own.meta))
+    _refuse(source.path, there, here)
+    table, name = source.tables[TP, CATEGORY], f"tp{TP}/{CATEGORY}"
+    entry = source.meta["grid"].get(name, {})
+    file = source.meta["files"].get(f"{name}.csv", {})
+    origin = {"kv_layout": source.meta["kv"]["layout"], "measured_at": file.get("measured_at")}
+    grid = {**own.meta["grid"], name: {**entry, "from": origin}}
+    if (run := entry.get("run")) in source.meta["grid"]:
+        grid.setdefault(run, source.meta["grid"][run])
+    meta = {key: value for key, value in own.meta.items() if key != "files"} | {"grid": grid}
+    write_bundle(root, meta, {(TP, CATEGORY): table}, force)
+    return table
+
+
+def _engine(meta: Mapping[str, Any]) -> dict[str, Any]:
+    engine = meta["engine"]
+    return {"engine": engine["name"], "versions": dict(engine["versions"]), "card": meta["gpu"].get("name")}
+
+
+def _facts(info: EngineInfo, protocol: Mapping[str, Any]) -> dict[str, Any]:
+    """What two measurements of experts must share. The back end of all experts together is the engine's own."""
+    backends = info.settings.get("moe_backend", {})
+    return {
+        "engine": info.name,
+        "versions": dict(info.versions),
+        "card": info.gpu.get("name"),
+        "weights": info.weights,
+        "protocol": dict(protocol),
+        "expert back end": backends.get("1"),
+        **{f"settings.{name}": info.settings.get(name) for name in _SETTINGS},
+    }
+
+
+def _refuse(path: Path, there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+    lines = [f"  {key}: {there[key]!r} there, {here[key]!r} here" for key in here if there[key] != here[key]]
+    if lines:
+        raise ConfigError(f"{path}: its experts were measured otherwise, so they are not taken:\n" + "\n".join(lines))
