@@ -132,8 +132,14 @@ class Collectives:
         """Microseconds until every rank has sent its `sent_bytes`, equal parts to all ranks."""
         return self.price("all_to_all", sent_bytes, ranks).us
 
+    def send(self, sent_bytes: float, *, between_nodes: bool = False) -> Price:
+        """Time until another rank has received `sent_bytes`; within a node of a measured table where there is one."""
+        if between_nodes:
+            return Price(self.send_us(sent_bytes, between_nodes=True), "computed")
+        return self.price("send", sent_bytes, 2)
+
     def send_us(self, sent_bytes: float, *, between_nodes: bool = False) -> float:
-        """Microseconds until another rank has received `sent_bytes`."""
+        """Microseconds until another rank has received `sent_bytes`, computed."""
         return self._tier(between_nodes).ring_us(1, sent_bytes, 2)
 
     def _computed_us(self, operation: Operation, total_bytes: float, ranks: int) -> float:

@@ -2,6 +2,7 @@
 
 SUMMARIES = {
     "chakra": "Steps as Chakra execution traces, which ASTRA-Sim reads.",
+    "collectives": "Measured collectives beside those computed from links.",
     "compare": "Compare a simulated run with a recorded one, request by request.",
     "describe": "Fit a workload description to a trace, or make a trace of one.",
     "explain": "One step's cost as a tree: kernels, collectives, bounds, provenance.",

@@ -77,12 +77,8 @@ def _crosses(parallel: Parallel, stage: int, gpus_per_node: int) -> bool:
 def _send_lines(spec: ModelSpec, tp: int, collectives: Collectives, between_nodes: bool) -> Callable[[int], list[Line]]:
     def lines(tokens: int) -> list[Line]:
         tensor_bytes = tokens * spec.hidden * ACTIVATION_BYTES
-        sent = line(
-            "send to next stage",
-            _TENSORS,
-            collectives.send_us(tensor_bytes / tp, between_nodes=between_nodes),
-            "computed",
-        )
+        price = collectives.send(tensor_bytes / tp, between_nodes=between_nodes)
+        sent = line("send to next stage", _TENSORS, *price)
         if tp == 1:
             return [sent]
         return [sent, line("all_gather next stage", _TENSORS, *collectives.price("all_gather", tensor_bytes, tp))]

@@ -53,6 +53,7 @@ ENVIRONMENT = {
     "TRANSFORMERS_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "GLOO_SOCKET_IFNAME": "lo",
+    "VLLM_HOST_IP": "127.0.0.1",
 }
 COLUMNS = ("start_s", "dummy", "prefill_requests", "prefill_tokens", "prefill_context_tokens", "decode_requests",
            "decode_kv_tokens", "launch_us", "gpu_us", "graph", "padded_tokens")  # fmt: skip

@@ -259,3 +259,14 @@ def test_sliced_experts_gather_their_tokens_again() -> None:
     assert lines["all_reduce mlp"][0] == 3
     assert lines["all_gather mlp slices"] == (58, pytest.approx(58 * (20 + 100 * 7168 / 16e3)))
     assert lines["all_gather experts"][0] == 58
+
+
+def test_a_measured_send_is_asked_within_a_node() -> None:
+    rows = [
+        CollectiveRow("send", "nccl", 2, "bf16", size, "graph", us, 0.01) for size, us in ((1024, 7.0), (4096, 9.0))
+    ]
+    links = from_hardware(load_hardware("H200"), rows)
+    assert links.send(2560) == (8.0, "measured")
+    assert links.send(2560, between_nodes=True) == (links.send_us(2560, between_nodes=True), "computed")
+    plain = from_hardware(load_hardware("H200"))
+    assert plain.send(2560) == (plain.send_us(2560), "computed")
