@@ -3,7 +3,11 @@
 Outputs start as NaN and unread cache rows are NaN, so that neither an unwritten result nor a stray read stays hidden.
 """
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +21,7 @@ from profiler.ops.mla import attend_picked, mla_decode, mla_prefill
 from profiler.ops.moe import expert_gemm
 from profiler.ops.msa import msa_attend, msa_block_scores, msa_select
 from profiler.ops.sparse_sdpa import sparse_sdpa
+from profiler.ops.triton.launches import HopperLaunch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -57,11 +62,56 @@ def _picks(queries: int, picks: int, low: int, high: int) -> torch.Tensor:
     return torch.where(torch.arange(picks) < kept, indices, -1)
 
 
+PROBE = """
+import torch
+from profiler.ops.formats import SparseKVFormat, quantize_mla_rows
+from profiler.ops.triton.launches import HopperLaunch
+from profiler.ops.triton.mla import attend_picked_kernel
+
+q, latents = torch.randn(2, 64, 576, device="cuda").bfloat16(), torch.randn(500, 576, device="cuda")
+indices = torch.randint(0, 500, (2, 256), device="cuda").int()
+for ahead in (True, False):
+    launch = HopperLaunch("roles", ahead=ahead)
+    attend_picked_kernel(q, latents.bfloat16(), indices, 512, 0.1, SparseKVFormat.BF16, hopper=launch)
+    attend_picked_kernel(q, quantize_mla_rows(latents), indices, 512, 0.1, SparseKVFormat.FP8_PACKED, hopper=launch)
+    torch.cuda.synchronize()
+"""
+
+
+@pytest.fixture(scope="module")
+def roles_failure() -> str:
+    """What went wrong when warps that wait for one another were tried in a process of their own; empty if nothing.
+
+    Should they wait for ever, that process is ended, and the tests go on without them.
+    """
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    try:
+        subprocess.run(
+            [sys.executable, "-c", PROBE], capture_output=True, text=True, env=environment, timeout=90, check=True
+        )
+    except subprocess.TimeoutExpired:
+        return "no end after 90 s"
+    except subprocess.CalledProcessError as failure:
+        return str(failure.stderr)[-2000:]
+    return ""
+
+
+@pytest.fixture(scope="module")
+def launches(roles_failure: str) -> list[HopperLaunch]:
+    """The launches of the Hopper kernels that come to an end."""
+    roles = [] if roles_failure else [HopperLaunch("roles"), HopperLaunch("roles", ahead=False)]
+    return [HopperLaunch("turns"), *roles]
+
+
+def test_roles_come_to_an_end(roles_failure: str) -> None:
+    assert roles_failure == ""
+
+
 @pytest.mark.parametrize("heads", [128, 64, 40, 16])
 @pytest.mark.parametrize("splits", [1, 4])
 @pytest.mark.parametrize("with_sink", [False, True])
 @pytest.mark.parametrize("holes", [False, True])
-def test_sparse_mla(heads: int, splits: int, with_sink: bool, holes: bool) -> None:
+def test_sparse_mla(heads: int, splits: int, with_sink: bool, holes: bool, launches: list[HopperLaunch]) -> None:
     from profiler.ops.triton.mla import attend_picked_kernel
 
     q, rows = torch.randn(9, heads, 576).bfloat16(), torch.randn(5000, 576).bfloat16()
@@ -71,8 +121,9 @@ def test_sparse_mla(heads: int, splits: int, with_sink: bool, holes: bool) -> No
         indices[:-1, 3::7] = -1
     sink = torch.randn(heads) * 4 if with_sink else None
     expected = attend_picked(q.double(), rows.double(), indices, 512, scale=0.1, sink=sink, backend="naive")
-    # Without a choice of launch the call takes the Hopper kernel where it fits; with one, Triton's.
-    for launch in ({}, {"block": 64}):
+    # Without a choice of launch the call takes the table's; with a block, Triton's own kernel.
+    options: list[dict[str, Any]] = [{}, {"block": 64}, *({"hopper": launch} for launch in launches)]
+    for launch in options:
         got = attend_picked_kernel(q, rows, indices, 512, 0.1, BF16, sink, splits=splits, **launch)
         assert got.dtype == torch.bfloat16
         assert _error(got, expected) < 6e-3, launch
@@ -81,7 +132,7 @@ def test_sparse_mla(heads: int, splits: int, with_sink: bool, holes: bool) -> No
 
 @pytest.mark.parametrize("queries", [3, 300])
 @pytest.mark.parametrize("heads", [128, 16])
-def test_packed_rows(queries: int, heads: int) -> None:
+def test_packed_rows(queries: int, heads: int, launches: list[HopperLaunch]) -> None:
     from profiler.ops.triton.mla import attend_picked_kernel
 
     latents = torch.randn(6000, 576)
@@ -90,7 +141,8 @@ def test_packed_rows(queries: int, heads: int) -> None:
     wide = dequantize_mla_rows(rows, torch.float64)
     expected = attend_picked(q.double(), wide, indices, 512, scale=0.05, sink=sink, backend="naive")
     # Three queries read the packed rows themselves; three hundred have them widened once.
-    for launch in ({}, {"block": 32}):
+    options: list[dict[str, Any]] = [{}, {"block": 32}, *({"hopper": launch} for launch in launches)]
+    for launch in options:
         for splits in (None, 1, 4):
             got = attend_picked_kernel(q, rows, indices, 512, 0.05, PACKED, sink, splits=splits, **launch)
             assert _error(got, expected) < 8e-3, (launch, splits)
@@ -147,13 +199,16 @@ def test_index_scores(heads: int, kind: str, rows: int, count: int) -> None:
 
 
 @pytest.mark.parametrize(("width", "topk"), [(500, 2048), (8192, 2048), (40_000, 2048), (9000, 100), (3000, 512)])
-def test_selection_equals_a_stable_sort(width: int, topk: int) -> None:
-    scores = torch.randn(40, width).relu()
+@pytest.mark.parametrize("rows", [40, 700])
+def test_selection_equals_a_stable_sort(width: int, topk: int, rows: int) -> None:
+    scores = torch.randn(rows, width).relu()
     scores[0], scores[1] = 0.0, -0.0
     scores[2] = torch.randint(0, 5, (width,)).float()
     scores[3, ::3] = float("-inf")
-    positions = torch.randint(-1, width, (40,))
-    positions[:4] = width - 1
+    scores[4] = torch.arange(width)
+    scores[5, torch.rand(width) < 0.99] = 0.0
+    positions = torch.randint(-1, width, (rows,))
+    positions[:6] = width - 1
     expected = _ascending(select_topk_causal(scores, positions, topk, backend="naive"))
     assert torch.equal(select_topk_causal(scores, positions, topk), expected)
 

@@ -28,9 +28,11 @@ from profiler.ops.msa import msa_attend, msa_block_scores, msa_select  # noqa: E
 from profiler.ops.paging import position_slots  # noqa: E402
 from profiler.ops.sparse_sdpa import sparse_sdpa  # noqa: E402
 from profiler.ops.triton.indexer import index_scores_dense, index_scores_paged  # noqa: E402
+from profiler.ops.triton.launches import SelectLaunch  # noqa: E402
 from profiler.ops.triton.mla import attend_picked_kernel, widen_rows_kernel  # noqa: E402
 from profiler.ops.triton.msa import attend_blocks, block_scores  # noqa: E402
 from profiler.ops.triton.select import select_topk  # noqa: E402
+from profiler.ops.triton.select_wide import select_wide  # noqa: E402
 
 BF16 = SparseKVFormat.BF16
 
@@ -92,6 +94,27 @@ def test_selection_equals_the_naive_one_with_ties(width: int, topk: int, block: 
     scores[6, ::5] = float("-inf")
     positions = torch.tensor([width - 1, width - 2, width // 2, width - 1, width - 1, width - 3, width - 1, -1])
     picked = select_topk(scores, positions, topk, block=block)
+    assert torch.equal(picked, _ascending(select_topk_causal(scores, positions, topk, backend="naive")))
+
+
+# The first pivot as planned, one that too few reach, one that too many reach.
+@pytest.mark.parametrize(("sample", "target"), [(64, None), (16, 5), (64, 160)])
+def test_wide_selection_equals_the_naive_one(sample: int, target: int | None) -> None:
+    width, topk = 500, 20
+    scores = torch.randn(12, width)
+    scores[1] = torch.randint(0, 3, (width,)).float()
+    scores[2], scores[3] = 0.0, 1.5
+    scores[2, ::3], scores[3, 250:] = -0.0, 2.5
+    scores[4], scores[5] = torch.arange(width).float(), -torch.arange(width).float()
+    scores[6] *= torch.rand(width) < 0.02
+    scores[7] = float("-inf")
+    scores[8, ::2] = float("-inf")
+    scores[9], scores[9, 40:48] = -1e30, 3.0
+    positions = torch.full((12,), width - 1)
+    positions[8], positions[10], positions[11] = 60, -1, topk + 5
+    # Five programs walk over the rows; a pass takes 64 columns of 500.
+    launch = SelectLaunch(warps=4, block=64, stages=2, programs=5, sample=sample)
+    picked = select_wide(scores, positions, topk, launch, target=target)
     assert torch.equal(picked, _ascending(select_topk_causal(scores, positions, topk, backend="naive")))
 
 

@@ -14,6 +14,7 @@ import triton.language as tl
 
 from profiler.ops.checks import FP8
 from profiler.ops.formats import LATENT_DIM, MLA_DIM, MLA_ROW_BYTES, ROPE_DIM, SparseKVFormat
+from profiler.ops.triton.launches import HopperLaunch, hopper_launch
 from profiler.ops.triton.merge import LOG2E, finish, merge_parts, split_count
 
 # Packed rows are widened once, instead of in every query, when that many picks fall on each row of the cache.
@@ -228,9 +229,9 @@ def _widen_kernel(codes, scales, ropes, out, count, ROWS: tl.constexpr, ROW: tl.
 
 
 def hopper_fits(q: torch.Tensor, rows: torch.Tensor, v_dim: int, packed: bool) -> bool:
-    """Whether `mla_hopper` takes the call: bf16 or packed rows of 576 features, more than 16 heads, on SM90.
+    """Whether the Hopper kernels take the call: bf16 or packed rows of 576 features, on SM90.
 
-    Fewer heads stay here, where the products then have 16 rows instead of 64. Gluon's interface is that of Triton 3.6.
+    Gluon's interface is that of Triton 3.6.
     """
     return (
         q.is_cuda
@@ -238,10 +239,28 @@ def hopper_fits(q: torch.Tensor, rows: torch.Tensor, v_dim: int, packed: bool) -
         and torch.cuda.get_device_capability(q.device) == (9, 0)
         and q.dtype == torch.bfloat16
         and (packed or rows.dtype == torch.bfloat16)
-        and q.shape[1] > 16
         and q.shape[2] == MLA_DIM
         and v_dim == LATENT_DIM
     )
+
+
+def _attend_hopper(
+    q: torch.Tensor,
+    rows: torch.Tensor,
+    indices: torch.Tensor,
+    scale: float,
+    sink: torch.Tensor | None,
+    launch: HopperLaunch,
+    splits: int | None,
+) -> torch.Tensor:
+    if launch.kernel == "turns":
+        from profiler.ops.triton.mla_hopper import attend_picked_hopper
+
+        return attend_picked_hopper(q, rows, indices, scale, sink, splits=splits)
+    from profiler.ops.triton.mla_roles import attend_picked_roles
+
+    options = {"splits": splits, "ahead": launch.ahead, "registers": launch.registers}
+    return attend_picked_roles(q, rows, indices, scale, sink, **options)
 
 
 def widen_rows_kernel(rows: torch.Tensor) -> torch.Tensor:
@@ -268,11 +287,12 @@ def attend_picked_kernel(
     splits: int | None = None,
     warps: int | None = None,
     stages: int | None = None,
+    hopper: HopperLaunch | None = None,
 ) -> torch.Tensor:
     """softmax(q . rows[indices] * scale) . rows[indices][:v_dim]; see `profiler.ops.mla.attend_picked`.
 
-    The other arguments override the launch for tests and benchmarks; any of them but `splits` also keeps the call off
-    the Hopper kernel.
+    The other arguments override the launch for tests and benchmarks; any of them but `splits` and `hopper` also keeps
+    the call off the Hopper kernels.
     """
     queries, heads, k_dim = q.shape
     picks = indices.shape[1]
@@ -288,11 +308,10 @@ def attend_picked_kernel(
         v_dim != LATENT_DIM or (queries * picks >= _WIDEN_REUSE * rows.shape[0] and wide_bytes <= _WIDEN_LIMIT_BYTES)
     ):
         rows, packed = widen_rows_kernel(rows), False
-    launch_chosen = heads_per_program or block or warps or stages
-    if not launch_chosen and hopper_fits(q, rows, v_dim, packed):
-        from profiler.ops.triton.mla_hopper import attend_picked_hopper
-
-        return attend_picked_hopper(q, rows, indices, scale, sink, splits=splits)
+    if not (heads_per_program or block or warps or stages) and hopper_fits(q, rows, v_dim, packed):
+        hopper = hopper or hopper_launch(queries, heads, packed)
+        if hopper is not None:
+            return _attend_hopper(q, rows, indices, scale, sink, hopper, splits or hopper.splits)
     tile_heads = heads_per_program or max(16, min(64, triton.next_power_of_2(heads)))
     head_blocks = triton.cdiv(heads, tile_heads)
     exact = torch.float32 in (q.dtype, rows.dtype) or torch.float64 in (q.dtype, rows.dtype)

@@ -13,6 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
+from profiler.ops.triton.launches import SelectLaunch, select_launch
+
 BLOCK_TOKENS = 8192
 # Both running counts of a scan share 32 bits, and a chunk must be twice as long as its survivors.
 MOST_PICKS = 4096
@@ -196,12 +198,25 @@ def _select(
 
 
 def select_topk(
-    scores: torch.Tensor, positions: torch.Tensor, topk: int, *, block: int | None = None, warps: int | None = None
+    scores: torch.Tensor,
+    positions: torch.Tensor,
+    topk: int,
+    *,
+    block: int | None = None,
+    warps: int | None = None,
+    wide: SelectLaunch | None = None,
 ) -> torch.Tensor:
     """Positions of the topk best scores of each row in ascending order, (T, topk) int32, -1 padded.
 
-    scores (T, S) fp32, positions (T,). `block` and `warps` override the launch for tests and benchmarks.
+    scores (T, S) fp32, positions (T,). `block` and `warps`, or `wide`, override the launch for tests and benchmarks.
     """
+    rows, width = scores.shape
+    if wide is None and block is None and warps is None and topk <= MOST_PICKS:
+        wide = select_launch(rows, width)
+    if wide is not None and rows and width:
+        from profiler.ops.triton.select_wide import select_wide
+
+        return select_wide(scores if scores.stride(1) == 1 else scores.contiguous(), positions, topk, wide)
     return _select(scores, positions, topk, 1, 1, 0, 0, block, warps)
 
 
