@@ -1,8 +1,13 @@
 """Measuring collectives: the plan, two real processes over gloo, the arithmetic of times, and a stand-in of a GPU."""
 
 import contextlib
+import json
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -121,9 +126,9 @@ def test_two_processes_measure_every_operation_and_add_to_the_table(tmp_path: Pa
     again = run(tmp_path)
     assert again.exit_code == 0 and "10 cells are in" in again.stderr
     assert read_collectives(path) == rows
-    four = run(tmp_path, "--ranks", "4", "--ops", "all_reduce", "--max-bytes", "1024")
+    four = run(tmp_path, "--ranks", "4", "--ops", "all_reduce,reduce_scatter,all_to_all", "--max-bytes", "1024")
     assert four.exit_code == 0, four.output
-    assert len(read_collectives(path)) == 11
+    assert len(read_collectives(path)) == 13
     assert set(read_collectives(path)) > set(rows)
     assert [one["gpus"] for one in read_yaml(tmp_path / "CPU" / "collectives.yaml")["runs"]] == [2, 4]
 
@@ -321,3 +326,39 @@ def test_results_are_compared_with_what_every_rank_would_give() -> None:
             assert not operations.relative_error(case, ranks, off) <= operations.tolerance(case)
             off[3] = math.nan
             assert not operations.relative_error(case, ranks, off) <= operations.tolerance(case)
+
+
+def test_graphs_of_every_operation_give_right_results(tmp_path: Path) -> None:
+    """The whole worker, its CUDA a stand-in whose graphs record calls and repeat them."""
+    ranks = 2
+    cases = plan(ranks, OPERATIONS, ("nccl", "vllm-custom"), ("graph", "eager"), (1024, 4096))
+    job = {
+        "cases": [asdict(case) for case in cases],
+        "ranks": ranks,
+        "warmup": 1,
+        "batches": 3,
+        "rendezvous": f"file://{tmp_path / 'rendezvous'}",
+        "results": str(tmp_path / "results-{rank}.jsonl"),
+    }
+    (tmp_path / "job.json").write_text(json.dumps(job))
+    stand_in = str(Path(__file__).parent / "ranks_stand_in.py")
+    started = [
+        subprocess.Popen(
+            [sys.executable, stand_in, str(tmp_path / "job.json"), str(rank)],
+            env=environment(os.environ), stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(ranks)
+    ]  # fmt: skip
+    errors = [process.communicate(timeout=120)[1] for process in started]
+    assert [process.returncode for process in started] == [0] * ranks, errors
+    by_rank = []
+    for rank in range(ranks):
+        lines = [json.loads(line) for line in (tmp_path / f"results-{rank}.jsonl").read_text().splitlines()]
+        by_rank.append(Found({}, {line["case"]: line for line in lines if "case" in line}, ""))
+    result = outcome(cases, by_rank)
+    assert not [one for one in result.lost if "wrong" in one[1] or "not measured" in one[1]]
+    assert {(case.backend, case.bytes) for case, _ in result.skipped} == {("vllm-custom", 4096)}
+    measured = {(row.operation, row.backend, row.mode) for row in result.rows}
+    expected = {(name, "nccl", mode) for name in OPERATIONS for mode in ("graph", "eager")}
+    noisy = {(case.operation, case.backend, case.mode) for case, _ in result.lost}
+    assert measured | noisy == expected | {("all_reduce", "vllm-custom", mode) for mode in ("graph", "eager")}
