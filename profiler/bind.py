@@ -122,7 +122,8 @@ def decode_threshold_tokens(info: EngineInfo) -> int:
 def never_dense(shot: Shot, info: EngineInfo) -> bool:
     """Whether a shot asks for the dense kernel with a chunk that this engine runs as a decode: not a cell here."""
     longest = max((new for new, _ in shot.requests), default=0)
-    return shot.regime == "dense" and longest <= decode_threshold_tokens(info)
+    never = info.settings.get("dense_prefill") == "never"
+    return shot.regime == "dense" and (never or longest <= decode_threshold_tokens(info))
 
 
 def selection_in_dense_prefill(

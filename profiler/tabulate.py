@@ -261,6 +261,7 @@ def meta_of_runs(runs: Sequence[Run], spec: ModelSpec, binding: Binding) -> dict
         "protocol": dict(run.protocol),
         "layer_kinds": list(info.layer_kinds),
         "shared_kernels": dict(binding.FUSED),
+        **({"dense_prefill": "never"} if info.settings.get("dense_prefill") == "never" else {}),
         "grid": {},
         "measured_at": run.started_at,
         "command": run.command,

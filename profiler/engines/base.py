@@ -68,8 +68,9 @@ class EngineInfo:
     batches are run once for all their tables; False when each component is run on its own.
     settings: anything else that changes times (attention backend, environment, score distribution). Read by the
     profiler: mla_decode_threshold_tokens, the longest chunk that the main attention runs as a decode, and
-    max_prefills_per_step, beyond which the engine's kernels do not work; and repeat_rule, whose most_factor says how
-    many times the wanted repeats a shot may be timed; absent where there is no such rule.
+    max_prefills_per_step, beyond which the engine's kernels do not work; dense_prefill, "never" where short prefills
+    take the sparse path too; and repeat_rule, whose most_factor says how many times the wanted repeats a shot may be
+    timed; absent where there is no such rule.
     """
 
     name: str

@@ -114,7 +114,12 @@ class VllmEngine:
                 "max_model_len": self._options.max_model_len,
                 "max_num_batched_tokens": self._options.max_num_batched_tokens,
                 "mla_decode_threshold_tokens": _decode_threshold(runner),
-                **({"execution": "native"} if self._options.execution == "native" else {}),
+                # The native module calls the sparse kernel whatever the lengths.
+                **(
+                    {"execution": "native", "dense_prefill": "never"}
+                    if self._options.execution == "native"
+                    else {}
+                ),
                 # Two prefills in one step crash _topk_index_kernel of vLLM 0.26.
                 **({"max_prefills_per_step": 1} if self._options.spec.family == "minimax_m3" else {}),
             },

@@ -115,6 +115,9 @@ def build_cost(
     _check_split(spec, parallel)
     build = _Builder(bundle, spec, parallel, allow_extrapolation, decode_query_tokens)
     counts = stage.counts(bundle)
+    if bundle.meta.get("dense_prefill") == "never":
+        # The engine's module runs every prefill on the sparse path, so no table has another.
+        counts = {one: count for one, count in counts.items() if one.when != "prefill_dense"}
     if collectives is None and parallel.gpus > 1:
         collectives = _own_collectives(hardware, bundle)
     provenance = str(bundle.meta["provenance"])

@@ -23,6 +23,7 @@ from profiler.durations import LocalStep, local_durations
 from profiler.engines.base import EngineInfo, EngineOptions, KernelSample, ShotResult, find_binding
 from profiler.engines.bindings import native_dsa
 from profiler.families.deepseek_v32_tail import TAIL
+from serving.core.shape import StepShape
 from serving.cost import build_cost
 
 V32 = load_model("deepseek-ai/DeepSeek-V3.2-Exp")
@@ -276,6 +277,44 @@ def test_the_same_acquisition_by_kernel_serves_with_its_own_layout(acquired: Acq
             max_num_batched_tokens=64,
             kv=kv_layout(spec, Parallel(), "sm90"),
         )
+
+
+def test_an_engine_without_dense_prefill_needs_no_table_of_it(acquired: Acquire) -> None:
+    settings = {"execution": "native", "dense_prefill": "never"}
+    bundle, spec = acquired(execution="native", settings=settings)
+    assert {category for _, category in bundle.tables} == {
+        "dense",
+        "indexer",
+        "sparse_attention",
+        "moe",
+        "per_sequence",
+    }
+    assert bundle.meta["dense_prefill"] == "never"
+    cost = build_cost(
+        bundle=bundle,
+        spec=spec,
+        parallel=Parallel(),
+        hardware=load_hardware("H200"),
+        max_num_batched_tokens=64,
+        kv=kv_layout(spec, Parallel(), "sm90", "fp8"),
+    )
+    assert cost.dense_prefill is None
+    # A short prompt is priced by the kernels that the engine runs for it.
+    names = {line.component for line in cost.explain([StepShape(((64, 0),), 0, 0, 0, 0, 1)])}
+    assert {"sparse_mla", "index_scores", "absorb_q"} <= names
+    assert "mla_dense_prefill" not in names
+
+
+def test_whatever_the_sparse_kernels_call_launches_is_part_of_it() -> None:
+    shot = Shot((Fill("sparse_attention", (8_192, 0, 0, 0, 0), ("sparse_mla",)),), ((8_192, 0),), "sparse")
+    samples = tuple(
+        KernelSample(0, 0, f"model.layers.{layer}.self_attn.forward_mqa", kernel, 10.0, 1)
+        for layer in range(4)
+        for kernel in ("a_kernel_of_no_known_name", "elementwise_kernel<copy>", "sparse_attn_fwd_kernel")
+    )
+    found = bind([ShotResult(0, samples)], [shot], V32, NATIVE, find_binding(NATIVE))
+    assert [(row.name, row.time_us) for row in found.rows] == [("sparse_mla", 30.0)]
+    assert not found.unbound
 
 
 def test_local_durations_are_the_sum_of_the_tables(acquired: Acquire) -> None:

@@ -48,9 +48,10 @@ def matches(info: EngineInfo) -> bool:
 
 
 def rules(spec: ModelSpec) -> Sequence[Rule]:
-    """The tail by kernel; projections, MLPs and the runner are modules as on the decomposed path."""
+    """What the sparse kernel's call launches, the rest of the tail by kernel, and the modules of the usual path."""
     tail = tuple(
         Rule(TAIL_MODULE, pattern, category, name, ("dense",) if only_dense else ())
         for pattern, category, name, only_dense in TAIL_KERNELS
     )
-    return (*tail, *vllm_decomposed_dsa.rules(spec))
+    attend = Rule(r"\.self_attn\.forward_mqa$", "", "sparse_attention", "sparse_mla")
+    return (attend, *tail, *vllm_decomposed_dsa.rules(spec))
