@@ -5,13 +5,13 @@
 LAYOUT is tp8, dp8 (8 data-parallel ranks of one GPU, experts over all eight), tp4dp2 and so on. The deployment is the
 engine's own: AsyncLLM, as `vllm serve` runs it, with its engine and worker processes, dummy weights made random and
 strict lengths. Workloads: chat (many short requests at once), long (32k in, 100 out), poisson (chat at half of the rate
-at which chat finished), or the path of a trace. Each is played twice and the second play is kept: one folder per
+at which chat finished), or the path of a trace. Each is played --plays times and the last play is kept: one folder per
 workload in the layout of a recorded run (`serving compare` reads it), with a step log of every rank: what ran and the
 GPU's time.
 
 A workload whose folder is whole is not played again, and none is started for which --seconds has no room, so calls of
-bounded length continue each other; exit status 3 says that something is left. --stand-in plays on a made-up engine: a
-test of all but the engine.
+bounded length continue each other; exit status 3 says that something is left. --warm-requests shortens the plays that
+are not kept. --stand-in plays on a made-up engine: a test of all but the engine.
 
 NVLink multicast stays off: neither NCCL, nor symmetric memory, nor FlashInfer's fused all-reduce, which vLLM chooses
 for tensor parallelism on this architecture unless told otherwise, may use it.
@@ -57,7 +57,6 @@ ENVIRONMENT = {
 }
 COLUMNS = ("start_s", "dummy", "prefill_requests", "prefill_tokens", "prefill_context_tokens", "decode_requests",
            "decode_kv_tokens", "launch_us", "gpu_us", "graph", "padded_tokens")  # fmt: skip
-PLAYS = 2
 
 
 class Steps:
@@ -238,7 +237,7 @@ class StandIn:
         )
         yield SimpleNamespace(metrics=stamps, outputs=[SimpleNamespace(token_ids=[0] * tokens)])
 
-    def shutdown(self) -> None:
+    def shutdown(self, timeout: float) -> None:
         pass
 
 
@@ -257,7 +256,7 @@ def main() -> int:
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
     try:
         left = asyncio.run(record(options, tp, dp, todo, folders, began))
-    except Exception:
+    except (Exception, KeyboardInterrupt):
         traceback.print_exc()
         left = todo
     sys.stdout.flush()
@@ -287,7 +286,8 @@ async def record(
             for name in todo:
                 requests = workload(name, options, folders)
                 limit = options.seconds - (time.monotonic() - began)
-                if longest and limit < 2.5 * longest:
+                whole = 1 if options.warm_requests else options.plays
+                if longest and limit < (whole + 0.5) * longest:
                     say(began, f"no time for {name}: {limit:.0f} s left, the last play took {longest:.0f} s")
                     break
                 longest = await asyncio.wait_for(
@@ -296,7 +296,7 @@ async def record(
                 )
                 left.remove(name)
         finally:
-            engine.shutdown()
+            engine.shutdown(timeout=20)
     return left
 
 
@@ -314,12 +314,13 @@ async def _record_one(
     """Plays one workload and writes its folder; returns the seconds of the last play."""
     vocab = int(engine.vllm_config.model_config.get_vocab_size())
     seconds: list[float] = []
-    for number in range(1, PLAYS + 1):
+    for number in range(1, options.plays + 1):
         await engine.reset_prefix_cache()
         await engine.collective_rpc("sparsight_clear")
         statistics.clear()
         started, wall = time.monotonic(), _now()
-        rows = await play(engine, requests, vocab, f"p{number}")
+        some = requests if number == options.plays else requests[: options.warm_requests]
+        rows = await play(engine, some, vocab, f"p{number}")
         seconds.append(time.monotonic() - started)
         say(began, f"{name}: play {number} of {len(rows)} requests took {seconds[-1]:.1f} s")
     with tempfile.TemporaryDirectory(prefix="sparsight-steps-") as steps:
@@ -336,7 +337,7 @@ async def _record_one(
         "started_at": wall,
         "finished_at": _now(),
         "tick_seconds": 1.0,
-        "plays": PLAYS,
+        "plays": options.plays,
         "play_seconds": [round(one, 3) for one in seconds],
         "weights": "random normal, fan-in scaled",
     }, cluster(options, arguments, layers, ranks[0]))  # fmt: skip
@@ -608,6 +609,8 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--utilization", type=float, default=0.9)
     parser.add_argument("--num-gpu-blocks", type=int)
     parser.add_argument("--eager", action="store_true")
+    parser.add_argument("--plays", type=int, default=2, help="of each workload; the last is kept")
+    parser.add_argument("--warm-requests", type=int, help="the plays before the last are of so many requests alone")
     parser.add_argument("--seconds", type=float, default=560.0)
     parser.add_argument("--force", action="store_true")
     parser.add_argument("--stand-in", action="store_true")

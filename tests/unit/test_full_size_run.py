@@ -39,8 +39,10 @@ def call(out: Path, *more: str) -> "subprocess.CompletedProcess[str]":
 def test_runs_are_recorded_once_and_continued(tmp_path: Path) -> None:
     first = call(tmp_path, "chat")
     assert first.returncode == 0, first.stdout + first.stderr
-    both = call(tmp_path, "chat,poisson")
-    assert both.returncode == 0 and "chat: play" not in both.stdout and "poisson: play 2 of 20" in both.stdout
+    assert "chat: play 1 of 30" in first.stdout and "chat: play 2 of 30" in first.stdout
+    both = call(tmp_path, "chat,poisson", "--warm-requests", "3")
+    assert both.returncode == 0 and "chat: play" not in both.stdout
+    assert "poisson: play 1 of 3 " in both.stdout and "poisson: play 2 of 20" in both.stdout
     assert "recorded already" in call(tmp_path, "chat,poisson").stdout
     chat = read_recorded(tmp_path / "dp2" / "chat")
     assert len(chat.requests) == 30 and chat.ticks
