@@ -62,15 +62,22 @@ def calls_per_pass(spec: ModelSpec, info: EngineInfo) -> Counter[Name]:
 
     Raises ConfigError when the engine reports a layer kind that the model does not have.
     """
+    counts: Counter[Name] = Counter()
+    for component, count in fold(stack_spec(spec, info)).components:
+        counts[component.category, component.name] += count
+    return counts
+
+
+def stack_spec(spec: ModelSpec, info: EngineInfo) -> ModelSpec:
+    """The model with the layers of the engine's stack, by which the rules of a binding count.
+
+    Raises ConfigError when the engine reports a layer kind that the model does not have.
+    """
     by_name = {kind.name: kind for kind in spec.kinds}
     unknown_kinds = sorted(set(info.layer_kinds) - by_name.keys())
     if unknown_kinds:
         raise ConfigError(f"{spec.name} has no layer kind {', '.join(unknown_kinds)}; it has {', '.join(by_name)}")
-    stack = replace(spec, layers=tuple(by_name[name] for name in info.layer_kinds))
-    counts: Counter[Name] = Counter()
-    for component, count in fold(stack).components:
-        counts[component.category, component.name] += count
-    return counts
+    return replace(spec, layers=tuple(by_name[name] for name in info.layer_kinds))
 
 
 def bind(
@@ -86,7 +93,7 @@ def bind(
     """
     calls = calls_per_pass(spec, info)
     _check_fused(binding.FUSED, calls)
-    match = matcher(binding.rules(spec))
+    match = matcher(binding.rules(stack_spec(spec, info)))
     table_of = categories_of(spec)
     rows: list[Row] = []
     problems: dict[Category, list[str]] = defaultdict(list)
@@ -130,7 +137,7 @@ def selection_in_dense_prefill(
     results: Iterable[ShotResult], shots: Sequence[Shot], spec: ModelSpec, info: EngineInfo, binding: Binding
 ) -> bool:
     """Whether the engine selects in passes whose prefills all attend every key, as kernels of such passes show."""
-    match = matcher(binding.rules(spec))
+    match = matcher(binding.rules(stack_spec(spec, info)))
     for result in results:
         shot = shots[result.shot_index]
         decodes = any(new == 1 and context for new, context in shot.requests)
@@ -153,12 +160,12 @@ def _check_fused(fused: Mapping[str, str], calls: Counter[Name]) -> None:
             )
 
 
-def matcher(rules: Sequence[Rule]) -> "_Match":
-    return _Match(tuple((re.compile(rule.module), re.compile(rule.kernel), rule) for rule in rules), {})
+def matcher(rules: Sequence[Rule]) -> "Matcher":
+    return Matcher(tuple((re.compile(rule.module), re.compile(rule.kernel), rule) for rule in rules), {})
 
 
 @dataclass(frozen=True, slots=True)
-class _Match:
+class Matcher:
     """First matching rule of (module, kernel, regime), remembered, since samples repeat the same few thousand."""
 
     rules: tuple[tuple[re.Pattern[str], re.Pattern[str], Rule], ...]
@@ -181,7 +188,7 @@ class _Match:
 
 
 def _sum_by_component(
-    samples: Sequence[KernelSample], shot: Shot, match: _Match
+    samples: Sequence[KernelSample], shot: Shot, match: Matcher
 ) -> tuple[dict[tuple[Category, str, int], float], dict[tuple[str, str], float]]:
     """(microseconds by category, component and repeat; microseconds by unbound module and kernel over all repeats)."""
     times: dict[tuple[Category, str, int], float] = defaultdict(float)

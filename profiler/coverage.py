@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from profiler.bind import MATERIAL_SHARE, calls_per_pass, matcher
+from profiler.bind import MATERIAL_SHARE, Matcher, calls_per_pass, matcher, stack_spec
 from profiler.core.errors import CoverageError
 from profiler.core.shots import Fill, MoeBatch, Shot
 from profiler.core.types import Category, Component, ModelSpec
@@ -138,12 +138,12 @@ def coverage(runs: Sequence[Run], spec: ModelSpec, binding: Binding) -> Coverage
     for run in runs:
         for index, result in run.results.items():
             by_kind[kind_of(run.shots[index])].append((run.shots[index], result))
-    kinds = tuple(_account(kind, by_kind[kind], spec, binding) for kind in KINDS if by_kind[kind])
-    return Coverage(kinds, _missing(kinds, spec, runs[-1].info))
+    match = matcher(binding.rules(stack_spec(spec, runs[-1].info)))
+    kinds = tuple(_account(kind, by_kind[kind], match) for kind in KINDS if by_kind[kind])
+    return Coverage(kinds, _missing(kinds, spec, runs[-1].info, binding.FUSED))
 
 
-def _account(kind: Kind, shots: Iterable[tuple[Shot, ShotResult]], spec: ModelSpec, binding: Binding) -> Covered:
-    match = matcher(binding.rules(spec))
+def _account(kind: Kind, shots: Iterable[tuple[Shot, ShotResult]], match: Matcher) -> Covered:
     components: dict[tuple[Category, str], float] = defaultdict(float)
     loose: dict[tuple[str, str], float] = defaultdict(float)
     largest: dict[tuple[str, str], float] = defaultdict(float)
@@ -178,9 +178,11 @@ def _account(kind: Kind, shots: Iterable[tuple[Shot, ShotResult]], spec: ModelSp
     )
 
 
-def _missing(kinds: Sequence[Covered], spec: ModelSpec, info: EngineInfo) -> tuple[Component, ...]:
-    """Components of the layers that ran which no shot of a kind that must run them showed."""
-    seen = {name for kind in kinds for name in kind.components}
+def _missing(
+    kinds: Sequence[Covered], spec: ModelSpec, info: EngineInfo, fused: Mapping[str, str]
+) -> tuple[Component, ...]:
+    """Components of the layers that ran which no shot of a kind that must run them showed, nor shows their carrier."""
+    seen = {name for kind in kinds for _, name in kind.components}
     ran = calls_per_pass(spec, info) if info.layer_kinds else Counter()
     present = {kind.kind for kind in kinds if not kind.failures}
     wanted: dict[Component, None] = {}
@@ -188,7 +190,7 @@ def _missing(kinds: Sequence[Covered], spec: ModelSpec, info: EngineInfo) -> tup
         for component in components_of(spec, category):
             if ran[component.category, component.name] and _needs(component) & present:
                 wanted[component] = None
-    return tuple(c for c in wanted if (c.category, c.name) not in seen)
+    return tuple(c for c in wanted if fused.get(c.name, c.name) not in seen)
 
 
 def _needs(component: Component) -> set[Kind]:

@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal
 
-from profiler.bind import matcher
+from profiler.bind import matcher, stack_spec
 from profiler.core.shots import MoeBatch, Shot
 from profiler.core.types import Category, ModelSpec
 from profiler.engines.base import Binding, Engine, PowerTarget
@@ -47,7 +47,7 @@ def power_targets(runs: Sequence[Run], spec: ModelSpec, binding: Binding) -> lis
     a shot of their own, on all experts.
     """
     measured = latest(runs)
-    match = matcher(binding.rules(spec))
+    match = matcher(binding.rules(stack_spec(spec, runs[-1].info)))
     found: dict[tuple[Category, Phase], PowerTarget] = {}
     done = [i for i, result in measured.results.items() if result.failure is None and measured.shots[i].moe is None]
     for phase, index in _passes([(i, measured.shots[i]) for i in done]):

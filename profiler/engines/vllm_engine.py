@@ -3,6 +3,7 @@
 import functools
 import importlib.metadata
 import os
+import re
 import sys
 import time
 from collections import defaultdict
@@ -12,8 +13,9 @@ from typing import Any
 from profiler.core.errors import AcquisitionError
 from profiler.core.shots import MoeBatch, Shot
 from profiler.core.stack import stack_of
+from profiler.core.types import ModelSpec
 from profiler.engines.base import EngineInfo, EngineOptions, KernelSample, PowerTarget, ShotResult
-from profiler.engines.vllm_support import batches, boot, experts, jit, recorder, repeats, state, trace
+from profiler.engines.vllm_support import batches, boot, experts, jit, msa, recorder, repeats, state, trace
 from profiler.engines.vllm_support import power as sampling
 from profiler.engines.vllm_support.card import gpu_facts as gpu_facts
 from profiler.engines.vllm_support.overrides import per_rank_config
@@ -93,7 +95,7 @@ class VllmEngine:
             kv={
                 "layout": _layout_name(self._boot.kv_caches),
                 "block_tokens": self._boot.block_tokens,
-                "caches": _cache_facts(self._boot.kv_caches, self._boot.block_tokens),
+                "caches": _cache_facts(self._boot.kv_caches, self._boot.block_tokens, self._options.spec),
                 "tokens": (self._boot.num_blocks - 1) * self._boot.block_tokens,
             },
             weights=self._options.spec.quantization.weights,
@@ -120,8 +122,7 @@ class VllmEngine:
                     if self._options.execution == "native"
                     else {}
                 ),
-                # Two prefills in one step crash _topk_index_kernel of vLLM 0.26.
-                **({"max_prefills_per_step": 1} if self._options.spec.family == "minimax_m3" else {}),
+                **(msa.SETTINGS if self._options.spec.family == "minimax_m3" else {}),
             },
         )
 
@@ -355,16 +356,18 @@ def _layout_name(caches: Mapping[str, Any]) -> str:
     widths = {(cache.dtype.itemsize * cache.shape[-1], cache.dtype.itemsize) for cache in caches.values()}
     if (656, 1) in widths:
         return "fp8_ds_mla"
-    if (576, 1) in widths:
+    # Latents of MLA; keys and values of one head of MiniMax-M3.
+    if widths & {(576, 1), (256, 1)}:
         return "fp8"
     return "bf16"
 
 
-def _cache_facts(caches: Mapping[str, Any], block_tokens: int) -> list[dict[str, Any]]:
+def _cache_facts(caches: Mapping[str, Any], block_tokens: int, spec: ModelSpec) -> list[dict[str, Any]]:
     """One entry per distinct cache: its bytes per token and layer, measured on the allocated tensors."""
     seen: dict[str, int] = {}
+    main = "mla_latent" if spec.mla else "gqa_kv"
     for name, cache in caches.items():
-        role = "index_keys" if "indexer" in name or "k_cache" in name else "mla_latent"
+        role = "index_keys" if re.search(r"index|k_cache", name) else main
         seen[role] = cache.numel() * cache.dtype.itemsize // (cache.shape[0] * block_tokens)
     return [{"name": role, "bytes_per_token_layer": size} for role, size in sorted(seen.items())]
 

@@ -98,7 +98,8 @@ def layer_components(spec: ModelSpec, kind: LayerKind) -> tuple[Component, ...]:
 
 
 def prologue_components(spec: ModelSpec) -> tuple[Component, ...]:
-    return PROLOGUE
+    """With the input copies and attention metadata of every step, which the block-sparse layers build too."""
+    return (*dense("step_inputs"), *PROLOGUE)
 
 
 def head_components(spec: ModelSpec) -> tuple[Component, ...]:

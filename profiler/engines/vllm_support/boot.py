@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from profiler.core.errors import AcquisitionError
+from profiler.engines.vllm_support import msa
 
 SUPPORTED_VERSIONS = ("0.26",)
 
@@ -96,6 +97,10 @@ def start(config: Mapping[str, Any], **keywords: Any) -> Started:
 
     Raises AcquisitionError with the engine's own message when it does not start.
     """
+    if msa.is_msa(config):
+        keywords = {"block_size": msa.block_tokens(config)} | keywords
+        config = msa.backbone(config)
+        msa.prepare()
     folder = tempfile.TemporaryDirectory(prefix="sparsight-model-")
     Path(folder.name, "config.json").write_text(json.dumps(dict(config)))
     import vllm
@@ -124,6 +129,8 @@ def boot(
     utilization: float,
 ) -> Boot:
     """Start an engine for profiling: eager, no prefix cache, steps driven from outside. Raises as `start` does."""
+    if msa.is_msa(config):
+        msa.without_overlap()
     started = start(
         config,
         enforce_eager=True,

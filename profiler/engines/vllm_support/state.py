@@ -15,16 +15,20 @@ FP8_STD = 16.0
 def randomise_weights(model: Any, seed: int = SEED) -> dict[str, int]:
     """Overwrite every parameter in place; returns how many of each class were written.
 
-    Norm weights become 1 and biases 0; embeddings N(0, 1); other matrices N(0, 1 / fan_in), fp8 ones as N(0, 16)
-    values with the block scale 2**round(log2(fan_in**-0.5 / 16)). Absorbed W_UK_T and W_UV copies are written too.
+    Norm weights become 1 (0 where the norm adds 1 itself, as Gemma's does) and biases 0; embeddings N(0, 1); other
+    matrices N(0, 1 / fan_in), fp8 ones as N(0, 16) values with the block scale 2**round(log2(fan_in**-0.5 / 16)).
+    Absorbed W_UK_T and W_UV copies are written too.
     """
     import torch
 
     generator = torch.Generator(device="cuda").manual_seed(seed)
     written = {"fp8": 0, "scale": 0, "norm": 0, "bias": 0, "embedding": 0, "matrix": 0, "absorbed": 0}
+    shifted = shifted_norms(model)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             written[_randomise(name, parameter.data, generator)] += 1
+            if name in shifted:
+                parameter.data.zero_()
         for module in model.modules():
             for attribute in ("W_UK_T", "W_UV"):
                 tensor = getattr(module, attribute, None)
@@ -33,6 +37,11 @@ def randomise_weights(model: Any, seed: int = SEED) -> dict[str, int]:
                     written["absorbed"] += 1
     torch.cuda.synchronize()
     return written
+
+
+def shifted_norms(model: Any) -> set[str]:
+    """Names of the weights w of norms that scale by 1 + w."""
+    return {f"{path}.weight" for path, module in model.named_modules() if "GemmaRMSNorm" in type(module).__name__}
 
 
 def _randomise(name: str, data: Any, generator: Any) -> str:

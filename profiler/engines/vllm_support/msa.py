@@ -1,0 +1,104 @@
+"""What MiniMax-M3 needs before vLLM 0.26 can start it and run batches of any kind on its Triton kernels."""
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+from profiler.core.errors import ConfigError
+from profiler.core.stack import text_config
+
+MODEL_TYPE = "minimax_m3_vl"
+BACKBONE = "MiniMaxM3SparseForCausalLM"
+# What differs from the engine as it comes.
+SETTINGS: Mapping[str, str] = {"selection_buffer": "heads first", "programmatic_dependent_launch": "off"}
+_MARK = "_sparsight_heads_first"
+
+
+def is_msa(config: Mapping[str, Any]) -> bool:
+    return config.get("model_type") == MODEL_TYPE
+
+
+def backbone(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The nested config with the text backbone as its architecture: no vision tower, no processor, no tokenizer.
+
+    The configuration class of the engine stays; it reads the backbone's fields from `text_config`.
+    """
+    return {key: value for key, value in config.items() if key != "auto_map"} | {"architectures": [BACKBONE]}
+
+
+def block_tokens(config: Mapping[str, Any]) -> int:
+    """KV block length, which is the selection block. The engine alone would ask its first layer, which is dense.
+
+    Raises ConfigError when the config has none.
+    """
+    sparse = text_config(config).get("sparse_attention_config")
+    size = sparse.get("sparse_block_size") if isinstance(sparse, Mapping) else None
+    if not isinstance(size, int):
+        raise ConfigError("MiniMax-M3: text_config has no sparse_attention_config.sparse_block_size")
+    return size
+
+
+def heads_first(buffer: Any) -> Any:
+    """The buffer of selected blocks, (tokens, heads, blocks), as (heads, tokens, blocks) over the same memory."""
+    tokens, heads, blocks = buffer.shape
+    return buffer.view(heads, tokens, blocks)
+
+
+def hand_over_heads_first(attention: Any) -> None:
+    """Makes a sparse attention class pass its keyword `topk_indices_buffer` on as `heads_first`; once per class.
+
+    vLLM 0.26 allocates the buffer token by token, as its kernels of sm100 want it, while the Triton kernels of every
+    other card slice its second axis by token. On their own terms a step with decodes before a prefill then writes
+    through an empty slice (an illegal address in _topk_index_kernel, from as many decodes on as the rank has index
+    heads), and picks of one head overwrite those of another one's tokens, which reads pages of other requests and
+    gives rows of NaN where two prefills meet. Buffer addresses stay, so CUDA graphs may be captured afterwards.
+    """
+    if getattr(attention, _MARK, False):
+        return
+    original = attention.__init__
+
+    @functools.wraps(original)
+    def initialise(self: Any, *args: Any, **keywords: Any) -> None:
+        buffer = keywords.get("topk_indices_buffer")
+        if buffer is not None:
+            keywords["topk_indices_buffer"] = heads_first(buffer)
+        original(self, *args, **keywords)
+
+    attention.__init__ = initialise
+    setattr(attention, _MARK, True)
+
+
+class Plain:
+    """A vLLM platform that says it has no programmatic dependent launch, and is the given one in all else."""
+
+    def __init__(self, platform: Any) -> None:
+        self._platform = platform
+
+    def is_arch_support_pdl(self) -> bool:
+        return False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._platform, name)
+
+
+def without_overlap() -> None:
+    """Launches the decode kernels one after the other, so that their times add up.
+
+    Otherwise each starts while the one before it runs, waits inside, and its own time holds that of the other too.
+    """
+    from vllm.models.minimax_m3.common.ops import index_topk, sparse_attn
+
+    for module in (index_topk, sparse_attn):
+        if not isinstance(module.current_platform, Plain):
+            module.current_platform = Plain(module.current_platform)
+
+
+def prepare() -> None:
+    """Repairs the buffer of selected blocks on cards that run the Triton kernels, which is all but sm100."""
+    import torch
+
+    if torch.cuda.get_device_capability()[0] == 10:
+        return
+    from vllm.models.minimax_m3.nvidia.model import MiniMaxM3SparseAttention
+
+    hand_over_heads_first(MiniMaxM3SparseAttention)
