@@ -136,7 +136,7 @@ class VllmDriver:
         self._arguments = arguments
         self._limits = Limits()
         self._held: list[Any] = []
-        self._prompts: dict[str, list[int]] = {}
+        self._prompts: dict[TraceRequest, list[int]] = {}
         self._ready: dict[str, Any] = {}
         self._rows: dict[str, int] = {}
         self._log = StepLog(self._core, self.runner, torch)
@@ -165,9 +165,7 @@ class VllmDriver:
 
         tasks = self._engine.get_supported_tasks()
         self._ready.clear()
-        self._prompts = {
-            one.request_id: self._prompts.get(one.request_id) or prompt_token_ids(one, self.vocab) for one in requests
-        }
+        self._prompts = {one: self._prompts.get(one) or prompt_token_ids(one, self.vocab) for one in requests}
         self._rows = {one.request_id: row for row, one in enumerate(requests)}
         for one in requests:
             params = SamplingParams(
@@ -177,7 +175,7 @@ class VllmDriver:
                 detokenize=False,
                 output_kind=RequestOutputKind.FINAL_ONLY,
             )
-            prompt = {"type": "token", "prompt_token_ids": list(self._prompts[one.request_id])}
+            prompt = {"type": "token", "prompt_token_ids": list(self._prompts[one])}
             self._ready[one.request_id] = (
                 self._engine.input_processor.process_inputs(one.request_id, prompt, params, supported_tasks=tasks),
                 params,

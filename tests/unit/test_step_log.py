@@ -179,8 +179,8 @@ def test_the_command_keeps_a_smooth_play_of_each_trace(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(stand_in.Runner, "_model_forward", forward)
     monkeypatch.setattr(drive.play, "__defaults__", (drive.play.__defaults__[0], device.clock, drive.time.sleep))
-    for name in ("a", "b"):
-        rows = [{"arrival_time_ns": i * 10**6, "input_toks": 5, "output_toks": 4} for i in range(6)]
+    for name, length in (("a", 5), ("b", 11)):
+        rows = [{"arrival_time_ns": i * 10**6, "input_toks": length, "output_toks": 4} for i in range(6)]
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     from serving.commands.record import command
 
