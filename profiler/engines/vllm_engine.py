@@ -23,6 +23,8 @@ from profiler.engines.vllm_support.overrides import per_rank_config
 # A window of shots is warmed up, then profiled as one: it ends after so many shots, or so much time of warming up.
 SHOTS_PER_WINDOW = 16
 WINDOW_S = 1.5
+# Inputs of expert shots that are kept on the device: 4 GiB at a hidden size of 7,168.
+KEPT_EXPERT_TOKENS = 300_000
 JIT_WORKERS_VARIABLE = "SPARSIGHT_JIT_WORKERS"
 UTILIZATION = 0.80
 
@@ -73,8 +75,8 @@ class VllmEngine:
         length = options.max_model_len + 8192 * 8
         self._tokens = torch.randint(0, vocab, (length,), generator=generator, dtype=torch.int32).numpy()
         self._slices: dict[int, experts.ExpertSlice] = {}
-        # The last expert shot's routing and activations, which its repeats share.
-        self._expert_inputs: tuple[MoeBatch, Any, Any, Any] | None = None
+        # Routing and activations of expert shots, which their repeats share: hidden, weights, expert ids.
+        self._expert_inputs: dict[MoeBatch, tuple[Any, Any, Any]] = {}
         self._finished: set[str] = set()
         self._steps = 0
 
@@ -117,11 +119,7 @@ class VllmEngine:
                 "max_num_batched_tokens": self._options.max_num_batched_tokens,
                 "mla_decode_threshold_tokens": _decode_threshold(runner),
                 # The native module calls the sparse kernel whatever the lengths.
-                **(
-                    {"execution": "native", "dense_prefill": "never"}
-                    if self._options.execution == "native"
-                    else {}
-                ),
+                **({"execution": "native", "dense_prefill": "never"} if self._options.execution == "native" else {}),
                 **(msa.SETTINGS if self._options.spec.family == "minimax_m3" else {}),
             },
         )
@@ -158,7 +156,7 @@ class VllmEngine:
                 for index, sample in self._timed(shots, todo, failures):
                     samples[index].append(sample)
                 lost = next((f for f in failures.values() if "CUDA error" in f), None)
-                left = {i: repeats.further(samples[i], wanted, pass_ms[i]) for i in todo if i not in failures}
+                left = {i: repeats.further(samples[i], wanted) for i in todo if i not in failures}
                 todo = {i: further for i, further in left.items() if further}
             for index in window:
                 yield ShotResult(index, tuple(samples.get(index, ())), failures.get(index, lost))
@@ -175,6 +173,8 @@ class VllmEngine:
 
         def block() -> None:
             for index, numbers in todo.items():
+                if (batch := shots[index].moe) is not None:
+                    self._expert_input(batch)  # outside the range of the shot
                 for repeat in numbers:
                     try:
                         with trace.shot_range(index, repeat):
@@ -266,8 +266,6 @@ class VllmEngine:
         import torch
         from vllm.forward_context import set_forward_context
 
-        from profiler.kernels.moe import topk_ids
-
         assert shot.moe is not None
         moe = self._options.spec.moe
         assert moe is not None
@@ -276,18 +274,30 @@ class VllmEngine:
 
             unlock_workspace()
             self._slices[shot.moe.ep] = experts.ExpertSlice(self._routed_experts(), moe.num_experts, shot.moe.ep)
-        if self._expert_inputs is None or self._expert_inputs[0] != shot.moe:
-            ids = torch.as_tensor(topk_ids(moe, shot.moe)).to(device="cuda", dtype=torch.int32)
-            weights = torch.full(ids.shape, 1.0 / moe.topk, device="cuda", dtype=torch.float32)
-            generator = torch.Generator(device="cuda").manual_seed(shot.moe.seed)
-            hidden = torch.empty(ids.shape[0], self._options.spec.hidden, device="cuda", dtype=torch.bfloat16)
-            self._expert_inputs = (shot.moe, hidden.normal_(generator=generator), weights, ids)
-        _, hidden, weights, ids = self._expert_inputs
+        hidden, weights, ids = self._expert_input(shot.moe)
         with (
             set_forward_context(None, self._boot.runner.vllm_config),
             torch.profiler.record_function(f"{trace.MODULE_PREFIX}experts.ep{shot.moe.ep}"),
         ):
             self._slices[shot.moe.ep](hidden, weights, ids)
+
+    def _expert_input(self, batch: MoeBatch) -> tuple[Any, Any, Any]:
+        """hidden (tokens, hidden) bf16, weights (tokens, k) fp32 and ids (tokens, k) int32 of a batch, on the GPU."""
+        import torch
+
+        from profiler.kernels.moe import topk_ids
+
+        moe = self._options.spec.moe
+        assert moe is not None
+        if batch not in self._expert_inputs:
+            if sum(kept.tokens for kept in self._expert_inputs) + batch.tokens > KEPT_EXPERT_TOKENS:
+                self._expert_inputs.clear()
+            ids = torch.as_tensor(topk_ids(moe, batch)).to(device="cuda", dtype=torch.int32)
+            weights = torch.full(ids.shape, 1.0 / moe.topk, device="cuda", dtype=torch.float32)
+            generator = torch.Generator(device="cuda").manual_seed(batch.seed)
+            hidden = torch.empty(ids.shape[0], self._options.spec.hidden, device="cuda", dtype=torch.bfloat16)
+            self._expert_inputs[batch] = (hidden.normal_(generator=generator), weights, ids)
+        return self._expert_inputs[batch]
 
     def _routed_experts(self) -> Any:
         for _, module in self._boot.model.named_modules():

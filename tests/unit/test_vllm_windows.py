@@ -150,17 +150,22 @@ def test_long_passes_that_agree_are_timed_three_times() -> None:
     assert repeats.first(5, 200.0) == 3
     assert repeats.first(2, 200.0) == 2
     assert repeats.first(5, 49.0) == 5
-    assert repeats.further(samples(1e5, 1.001e5, 1.002e5), 5, 200.0) == range(0)
-    assert repeats.further(samples(1e5, 1.2e5, 1.4e5), 5, 200.0) == range(3, 5)
-    assert repeats.further(samples(1e5, 1.2e5, 1.4e5, 1e5, 1.4e5), 5, 200.0) == range(0)
+    assert repeats.further(samples(1e5, 1.001e5, 1.002e5), 5) == range(0)
+    assert repeats.further(samples(1e5, 1.2e5, 1.4e5), 5) == range(3, 5)
+    assert repeats.further(samples(1e5, 1.2e5, 1.4e5, 1e5, 1.4e5), 5) == range(0)
+
+
+def test_a_pass_that_is_long_on_the_host_alone_gets_all_that_are_asked_for() -> None:
+    assert repeats.further(samples(100, 101, 100), 5) == range(3, 5)
 
 
 def test_short_passes_that_spread_are_timed_up_to_three_times_as_often() -> None:
-    assert repeats.further(samples(100, 101, 100, 101, 100), 5, 8.0) == range(0)
-    assert repeats.further(samples(100, 120, 100, 120, 100), 5, 8.0) == range(5, 10)
-    assert repeats.further(samples(*(100, 120) * 5), 5, 8.0) == range(10, 15)
-    assert repeats.further(samples(*(100, 120) * 8), 5, 8.0) == range(0)
-    assert repeats.further(samples(100), 1, 8.0) == range(0)
+    assert repeats.further(samples(100, 101, 100, 101, 100), 5) == range(0)
+    assert repeats.further(samples(100, 120, 100, 120, 100), 5) == range(5, 10)
+    assert repeats.further(samples(*(100, 120) * 5), 5) == range(10, 15)
+    assert repeats.further(samples(*(100, 120) * 8), 5) == range(0)
+    assert repeats.further(samples(100), 1) == range(0)
+    assert repeats.further([], 5) == range(0)
 
 
 class Fake(VllmEngine):

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from profiler.engines.base import KernelSample
-from profiler.timing import spread_rel
+from profiler.timing import median, spread_rel
 
 LONG_PASS_MS = 50.0
 LONG_PASS_REPEATS = 3
@@ -21,20 +21,25 @@ RULE = {
 
 
 def first(wanted: int, pass_ms: float) -> int:
-    """Timed runs to begin with: those asked for, at most LONG_PASS_REPEATS of a pass beyond LONG_PASS_MS."""
+    """Timed runs to begin with. pass_ms: host time of a warm pass, which is at least that of the device."""
     return min(wanted, LONG_PASS_REPEATS) if pass_ms > LONG_PASS_MS else wanted
 
 
-def further(samples: Sequence[KernelSample], wanted: int, pass_ms: float) -> range:
-    """The repeats to add while the device time of the pass spreads by more than SPREAD_REL; empty when it is enough.
+def further(samples: Sequence[KernelSample], wanted: int) -> range:
+    """The repeats to add; empty when it is enough.
 
-    A long pass gets those asked for and no more, a short one as many again, up to MOST_FACTOR times those asked for.
+    A pass of more than LONG_PASS_MS on the device has enough when its runs so far spread by at most SPREAD_REL, or with
+    those asked for. A shorter one gets those asked for, and while it spreads as many again, up to MOST_FACTOR times.
     """
     totals: dict[int, float] = defaultdict(float)
     for sample in samples:
         totals[sample.repeat] += sample.duration_us
-    done = len(totals)
-    if done < 2 or not spread_rel(list(totals.values())) > SPREAD_REL:
+    times = list(totals.values())
+    if not times:
         return range(0)
-    most = wanted if pass_ms > LONG_PASS_MS else MOST_FACTOR * wanted
-    return range(done, min(done + wanted, most))
+    done, long = len(times), median(times) > LONG_PASS_MS * 1e3
+    if done < wanted and not long:
+        return range(done, wanted)
+    if not spread_rel(times) > SPREAD_REL:
+        return range(0)
+    return range(done, min(done + wanted, wanted if long else MOST_FACTOR * wanted))
