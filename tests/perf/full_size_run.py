@@ -81,7 +81,7 @@ class Steps:
 
         def chosen(*args: Any, **kwargs: Any) -> Any:
             found = determine(*args, **kwargs)
-            state["shape"] = (getattr(found[0], "name", str(found[0])), found[1].num_tokens)
+            state["shape"] = (getattr(found[0], "name", str(found[0])), int(found[1].num_tokens))
             return found
 
         def timed_execute(output: Any, *args: Any, **kwargs: Any) -> Any:
