@@ -262,3 +262,44 @@ def test_the_visible_card_is_named_by_its_uuid_else_by_its_number(monkeypatch: p
     assert card.visible_id() == "1"
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     assert card.visible_id() is None
+
+
+def test_the_engine_samples_modules_in_passes_and_experts_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    from profiler.engines.vllm_engine import VllmEngine
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(sampling, "nvml_sensor", lambda: (sensor_of([321.0]), "a stand-in"))
+    monkeypatch.setattr(sampling, "gpu_facts", lambda: {})
+
+    class Engine(VllmEngine):
+        def __init__(self) -> None:
+            self._boot: Any = SimpleNamespace(runner=SimpleNamespace(execute_model_state="left behind"))
+            self.layer = torch.nn.Linear(2, 2)
+            self.layer.register_forward_hook(lambda *a: self.calls.append("hook"))
+            self._callables = {"model.layers.0.o_proj": (self.layer, "forward")}
+            self.calls: list[str] = []
+
+        def _step(self, shot: Shot) -> None:
+            self.calls.append("experts" if shot.moe else "pass")
+            if not shot.moe:
+                self.layer(torch.zeros(1, 2))
+
+    engine = Engine()
+    decode, experts = shot(4, 1, 99), Shot((), moe=MoeBatch(1, 256))
+    found = engine.power(
+        [
+            PowerTarget("dense", "decode", decode, "model.layers.0.o_proj"),
+            PowerTarget("indexer", "decode", decode, "model.layers.0.unknown"),
+            PowerTarget("moe", "decode", experts, None),
+        ],
+        0.05,
+    )
+    assert [(s["category"], s["tokens"], s["kv_tokens"], s["watts"]) for s in found["samples"]] == [
+        ("dense", 4, 400, 321.0),
+        ("moe", 256, 0, 321.0),
+    ]
+    assert engine.calls.count("pass") == 3, "a warm pass each, and the one that is sampled"
+    assert engine.calls.count("hook") == 3, "the module is called from inside, without its hooks"
+    assert engine.calls.count("experts") == 1 + found["samples"][1]["calls"]
+    assert engine._boot.runner.execute_model_state is None, "put right after the target that failed"
