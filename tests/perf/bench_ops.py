@@ -1,10 +1,11 @@
-"""Benchmark of the sparse operators on one CUDA device: python tests/perf/bench_ops.py [--tune] [--only TEXT] [--out F]
+"""Benchmark of the sparse operators on one CUDA device: python tests/perf/bench_ops.py [--only TEXT] [--out FILE]
 
-Every variant is first compared with float64 on a sample of its rows (outputs start as NaN), then timed with CUDA
-events: medians over repeats, the L2 cache overwritten before each. The roofline of a shape is the larger of its
-operations over the rate of a large bf16 product and its bytes (every input once, every output once) over the rate of a
-large copy, both measured at the start; FP8 products are set against twice the bf16 rate. `reference` is a public figure
-for the same shape on an H200: vLLM 0.26's kernels, or AIConfigurator's tables (see docs/reference/ops.md).
+Every variant is first compared with float64 on a sample of its rows (outputs start as NaN), then captured in a CUDA
+graph and timed with events: medians over replays, the L2 cache overwritten before each. The roofline of a shape is the
+larger of its operations over the rate of a large bf16 product and its bytes (every input once, every output once) over
+the rate of a large copy, both measured at the start; the share of the second alone stands beside it. FP8 products are
+set against twice the bf16 rate. `reference` is a public figure for the same shape on an H200: vLLM 0.26's kernels, or
+AIConfigurator's tables (see docs/reference/ops.md).
 """
 
 import argparse
@@ -20,14 +21,15 @@ from typing import Any, Literal
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from profiler.ops.formats import SparseKVFormat, dequantize_mla_rows, quantize_fp8, quantize_mla_rows
-from profiler.ops.indexer import index_scores_naive, quantize_queries, select_topk_causal_naive
-from profiler.ops.mla import attend_picked_naive
+from ops_cases import Setup, decode, prefill, relative_error, sample_rows, selection
+
+from profiler.ops.formats import quantize_fp8
+from profiler.ops.indexer import index_scores_naive, quantize_queries
 from profiler.ops.msa import msa_attend, msa_block_scores, msa_select
 
 FLUSH_BYTES = 1 << 28
-SAMPLE_ROWS = 8
 
 
 @dataclass(frozen=True)
@@ -72,19 +74,31 @@ class Result:
     gbps: float
     roofline_ms: float
     roofline_share: float
+    hbm_share: float
     reference_ms: float | None
     error: float | None
     note: str
 
 
-def _error(got: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((got.double() - expected.double()).norm() / expected.double().norm())
+def _captured(run: Callable[[], Any]) -> Callable[[], Any]:
+    """A replay of the run's kernels without the host's launches; the run itself where it cannot be captured."""
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            run()
+    except RuntimeError as failure:
+        print(f"  not captured, timed with its launches: {failure}".splitlines()[0], file=sys.stderr)
+        return run
+    return lambda: graph.replay()
 
 
-def _time(run: Callable[[], Any], repeats: int, flush: torch.Tensor) -> list[float]:
-    """Milliseconds of each repeat, after three warm-up runs."""
+def timed(run: Callable[[], Any], repeats: int, flush: torch.Tensor) -> list[float]:
+    """Milliseconds of each replay of a captured run, after three warm-up runs, sorted."""
     for _ in range(3):
         run()
+    torch.cuda.synchronize()
+    run = _captured(run)
+    run()
     events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
     for start, stop in events:
         flush.zero_()
@@ -92,15 +106,15 @@ def _time(run: Callable[[], Any], repeats: int, flush: torch.Tensor) -> list[flo
         run()
         stop.record()
     torch.cuda.synchronize()
-    return sorted(start.elapsed_time(stop) for start, stop in events)
+    return sorted(start.elapsedtimed(stop) for start, stop in events)
 
 
-def _ceilings(flush: torch.Tensor) -> Ceilings:
+def measured_ceilings(flush: torch.Tensor) -> Ceilings:
     source = torch.empty(1 << 32, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
-    copy = statistics.median(_time(lambda: target.copy_(source), 10, flush))
+    copy = statistics.median(timed(lambda: target.copy_(source), 10, flush))
     a, b = (torch.randn(8192, 8192, device="cuda").bfloat16() for _ in range(2))
-    product = statistics.median(_time(lambda: a @ b, 10, flush))
+    product = statistics.median(timed(lambda: a @ b, 10, flush))
     return Ceilings(2 * (1 << 32) / copy / 1e6, 2 * 8192**3 / product / 1e9)
 
 
@@ -122,90 +136,22 @@ def _variant(
     return Variant(name, last, lambda: check(last.value), tolerance, tuning)
 
 
-def _causal_picks(queries: int, topk: int) -> torch.Tensor:
-    """Random picks of a prefill from position 0, ascending, -1 padded: query t picks among 0 .. t."""
-    scores = torch.rand(queries, queries, device="cuda")
-    row = torch.arange(queries, device="cuda")
-    scores.masked_fill_(row > row[:, None], -1.0)
-    best = scores.topk(min(topk, queries), dim=-1)
-    picks = torch.where(best.values < 0, queries, best.indices).sort(-1).values
-    return torch.where(picks == queries, -1, picks).int()
-
-
-def _rows_of(count: int) -> torch.Tensor:
-    return torch.linspace(0, count - 1, SAMPLE_ROWS, device="cuda").long()
+def _case(setup: Setup, reference_ms: float | None = None) -> Case:
+    variants = [_variant("default", setup.call, setup.check, setup.tolerance)]
+    if setup.library is not None:
+        variants.append(Variant("torch", setup.library))
+    return Case(setup.name, setup.shape, setup.flops, setup.bytes, tuple(variants), reference_ms=reference_ms)
 
 
 def sparse_prefill() -> Iterator[Case]:
-    from profiler.ops.triton.mla import attend_picked_kernel
-
-    queries, topk, bf16 = 8192, 2048, SparseKVFormat.BF16
     for heads, reference in ((128, 6.3), (64, 3.2)):
-        q = torch.randn(queries, heads, 576, device="cuda").bfloat16()
-        rows = torch.randn(queries, 576, device="cuda").bfloat16()
-        indices = _causal_picks(queries, topk)
-        sample = _rows_of(queries)
-        expected = attend_picked_naive(q[sample].double(), rows.double(), indices[sample], 512, 0.06, bf16)
-
-        def check(out: torch.Tensor, sample: torch.Tensor = sample, expected: torch.Tensor = expected) -> float:
-            return _error(out[sample], expected)
-
-        def call(
-            q: torch.Tensor = q, rows: torch.Tensor = rows, indices: torch.Tensor = indices, **launch: Any
-        ) -> torch.Tensor:
-            return attend_picked_kernel(q, rows, indices, 512, 0.06, bf16, **launch)
-
-        variants = [_variant("default", call, check)]
-        for block, stages in ((64, 2), (32, 2), (32, 3), (64, 3)):
-            launch = {"block": block, "stages": stages, "warps": 8}
-            tuned = lambda launch=launch, call=call: call(**launch)  # noqa: E731
-            variants.append(_variant(f"triton b{block} s{stages}", tuned, check, tuning=(block, stages) != (64, 2)))
-        flops = float((indices >= 0).sum()) * heads * (576 + 512) * 2
-        size = queries * (1152 + heads * (1152 + 1024) + 4 * topk)
-        name = f"q {queries}, {heads} heads, top-k {topk}, causal"
-        yield Case("sparse MLA prefill bf16", name, flops, size, tuple(variants), reference_ms=reference)
+        yield _case(prefill(heads), reference)
 
 
 def sparse_decode() -> Iterator[Case]:
-    from profiler.ops.triton.mla import attend_picked_kernel
-
-    batch, context, topk = 64, 8192, 2048
-    latents = torch.randn(batch * context, 576, device="cuda").bfloat16()
-    packed_rows = quantize_mla_rows(latents)
-    own = torch.rand(batch, context, device="cuda").topk(topk, dim=-1).indices.sort(-1).values
-    indices = (own + torch.arange(batch, device="cuda")[:, None] * context).int()
-    sample = _rows_of(batch)
-    formats = ((SparseKVFormat.BF16, latents, 1152), (SparseKVFormat.FP8_PACKED, packed_rows, 656))
-    for kv_format, rows, row_bytes in formats:
+    for packed in (False, True):
         for heads in (128, 64, 16):
-            q = torch.randn(batch, heads, 576, device="cuda").bfloat16()
-            used = indices[sample]
-            wide = rows if kv_format is SparseKVFormat.BF16 else dequantize_mla_rows(rows, torch.bfloat16)
-            expected = attend_picked_naive(q[sample].double(), wide, used, 512, 0.06, SparseKVFormat.BF16)
-            del wide
-
-            def check(out: torch.Tensor, expected: torch.Tensor = expected) -> float:
-                return _error(out[sample], expected)
-
-            def call(
-                q: torch.Tensor = q, rows: torch.Tensor = rows, kv_format: SparseKVFormat = kv_format, **launch: Any
-            ) -> torch.Tensor:
-                return attend_picked_kernel(q, rows, indices, 512, 0.06, kv_format, **launch)
-
-            variants = [_variant("default", call, check)]
-            options: list[dict[str, Any]] = [{"splits": 1}, {"splits": 2}, {"splits": 4}]
-            if heads == 16:
-                options += [{"block": b, "stages": s, "warps": w} for b, s, w in ((64, 3, 4), (32, 4, 4), (128, 2, 8))]
-            else:
-                options += [{"block": b, "stages": s} for b, s in ((64, 2), (32, 2), (32, 3))]
-            for launch in options:
-                text = " ".join(f"{k}{v}" for k, v in launch.items())
-                tuned = lambda launch=launch, call=call: call(**launch)  # noqa: E731
-                variants.append(_variant(text, tuned, check, tuning=True))
-            flops = batch * topk * heads * (576 + 512) * 2.0
-            size = batch * (topk * (row_bytes + 4) + heads * (1152 + 1024))
-            name = f"batch {batch}, {heads} heads, top-k {topk}"
-            yield Case(f"sparse MLA decode {kv_format.value}", name, flops, size, tuple(variants))
+            yield _case(decode(packed, heads))
 
 
 def index_prefill() -> Iterator[Case]:
@@ -229,7 +175,7 @@ def index_prefill() -> Iterator[Case]:
                 keys, wide = quantize_fp8(keys, 128)
                 scales = wide[:, 0].contiguous()
             positions = torch.arange(keys_count - queries, keys_count, device="cuda")
-            sample = _rows_of(queries)
+            sample = sample_rows(queries)
             expected = index_scores_naive(q[sample], weights[sample], keys, scales)
             seen = torch.arange(keys_count, device="cuda") <= positions[sample, None]
 
@@ -239,7 +185,7 @@ def index_prefill() -> Iterator[Case]:
                 expected: torch.Tensor = expected,
                 seen: torch.Tensor = seen,
             ) -> float:
-                return _error(out[sample][seen], expected[seen])
+                return relative_error(out[sample][seen], expected[seen])
 
             args = (q, weights, keys, scales, positions)
             call = lambda args=args, **launch: index_scores_dense(*args, **launch)  # noqa: E731
@@ -294,7 +240,7 @@ def index_decode() -> Iterator[Case]:
             q, weights = torch.randn(batch, heads, 128, device="cuda").bfloat16(), torch.randn(batch, heads).cuda()
             if kind == "fp8":
                 q, weights = quantize_queries(q, weights)
-            sample = _rows_of(batch)[:2]
+            sample = sample_rows(batch)[:2]
             expected = torch.cat(
                 [
                     store.scores(
@@ -313,7 +259,7 @@ def index_decode() -> Iterator[Case]:
             )
 
             def check(out: torch.Tensor, sample: torch.Tensor = sample, expected: torch.Tensor = expected) -> float:
-                return _error(out[sample], expected)
+                return relative_error(out[sample], expected)
 
             args = (q, weights, buffer, page, pages, offsets, starts, positions, context)
             call = lambda args=args, **launch: index_scores_paged(*args, **launch)  # noqa: E731
@@ -328,46 +274,11 @@ def index_decode() -> Iterator[Case]:
             yield Case(f"index scores paged {kind}", shape, flops, size, tuple(variants), fp8=kind == "fp8")
 
 
-def selection() -> Iterator[Case]:
-    from profiler.ops.triton.select import select_topk
-
-    topk = 2048
-    shapes = (
-        (8192, 8192, True, None),
-        (8192, 65536, False, None),
-        (64, 8192, False, None),
-        (64, 65536, False, None),
-        (64, 131072, False, None),
-    )
-    for rows, width, causal, reference in shapes:
-        for ties in (False, True) if rows == 8192 and causal else (False,):
-            scores = torch.randn(rows, width, device="cuda")
-            if ties:
-                scores.relu_()
-            last = torch.arange(rows, device="cuda") if causal else torch.full((rows,), width - 1, device="cuda")
-            sample = _rows_of(rows)
-            expected = select_topk_causal_naive(scores[sample], last[sample], topk)
-            high = torch.iinfo(torch.int32).max
-            expected = torch.where(expected < 0, high, expected).sort(-1).values
-
-            def check(out: torch.Tensor, sample: torch.Tensor = sample, expected: torch.Tensor = expected) -> float:
-                ordered = torch.where(out[sample] < 0, torch.iinfo(torch.int32).max, out[sample]).sort(-1).values
-                return float((ordered != expected).double().mean())
-
-            call = lambda scores=scores, last=last, **launch: select_topk(scores, last, topk, **launch)  # noqa: E731
-            variants = [_variant("default", call, check, 0.0)]
-            for block, warps in ((8192, 16), (8192, 32), (4096, 8), (4096, 4), (16384, 16)):
-                launch = {"block": block, "warps": warps}
-                tuned = lambda call=call, launch=launch: call(**launch)  # noqa: E731
-                variants.append(_variant(f"b{block} w{warps}", tuned, check, 0.0, tuning=True))
-            masked = scores
-            if causal:
-                masked = scores.masked_fill(torch.arange(width, device="cuda") > last[:, None], float("-inf"))
-            library = lambda masked=masked: masked.topk(topk, dim=-1, sorted=False)  # noqa: E731
-            variants.append(Variant("torch.topk", library))
-            size = 4.0 * (float((last + 1).sum()) + rows * topk)
-            shape = f"rows {rows}, width {width}{', causal' if causal else ''}{', half tied at zero' if ties else ''}"
-            yield Case(f"top-{topk} selection", shape, 0.0, size, tuple(variants), reference_ms=reference)
+def top_k() -> Iterator[Case]:
+    yield _case(selection(8192, 8192, causal=True))
+    yield _case(selection(8192, 8192, causal=True, ties=True))
+    for rows, width in ((8192, 65536), (64, 8192), (64, 65536), (64, 131072)):
+        yield _case(selection(rows, width))
 
 
 def block_sparse() -> Iterator[Case]:
@@ -381,14 +292,14 @@ def block_sparse() -> Iterator[Case]:
         k, v = (torch.randn(length, groups, 128, device="cuda").bfloat16() for _ in range(2))
         prefill = rows == length
         positions = torch.arange(rows, device="cuda") if prefill else torch.full((rows,), length - 1, device="cuda")
-        sample = _rows_of(rows)
+        sample = sample_rows(rows)
         blocks = length // block
         seen_blocks = float((positions // block + 1).sum())
         wide_scores = msa_block_scores(index_q[sample], index_k, positions[sample], backend="naive")
         finite = wide_scores > float("-inf")
 
         def check_scores(out: torch.Tensor, sample: Any = sample, wide: Any = wide_scores, keep: Any = finite) -> float:
-            return _error(out[sample][keep], wide[keep])
+            return relative_error(out[sample][keep], wide[keep])
 
         def score(
             index_q: Any = index_q, index_k: Any = index_k, at: Any = positions, n: int = blocks, **k: Any
@@ -428,7 +339,7 @@ def block_sparse() -> Iterator[Case]:
         wide_out = msa_attend(*few, 0.09, backend="naive")
 
         def check_out(out: torch.Tensor, sample: Any = sample, wide: Any = wide_out) -> float:
-            return _error(out[sample], wide)
+            return relative_error(out[sample], wide)
 
         args = (q, k, v, picked, positions, 0.09, block, None, None)
         attend = lambda args=args, **launch: attend_blocks(*args, **launch)  # noqa: E731
@@ -455,7 +366,7 @@ GROUPS: tuple[Callable[[], Iterator[Case]], ...] = (
     sparse_decode,
     index_prefill,
     index_decode,
-    selection,
+    top_k,
     block_sparse,
 )
 
@@ -484,7 +395,7 @@ def measure(case: Case, variant: Variant, ceilings: Ceilings, repeats: int, flus
         with poisoned_outputs():
             variant.run()
             error = None if variant.check is None else variant.check()
-        times = _time(variant.run, repeats, flush)
+        times = timed(variant.run, repeats, flush)
         note = "" if error is None or error <= variant.tolerance else "WRONG"
     except Exception as failure:
         # A launch that does not fit the card must not end the table; the message stands in its row.
@@ -502,6 +413,7 @@ def measure(case: Case, variant: Variant, ceilings: Ceilings, repeats: int, flus
         gbps=case.bytes / median / 1e6,
         roofline_ms=roofline,
         roofline_share=roofline / median,
+        hbm_share=case.bytes / ceilings.gbps / 1e6 / median,
         reference_ms=case.reference_ms,
         error=error,
         note=note,
@@ -513,14 +425,17 @@ def line(result: Result) -> str:
     error = "" if result.error is None else f"err {result.error:.1e}"
     return (
         f"  {result.variant:22s} {result.median_ms:9.4f} ms [{result.p10_ms:.4f} {result.p90_ms:.4f}] "
-        f"{result.tflops:7.1f} TF/s {result.gbps:7.0f} GB/s  {result.roofline_share:6.1%} of roofline  "
+        f"{result.tflops:7.1f} TF/s {result.gbps:7.0f} GB/s  {result.roofline_share:6.1%} of roofline, "
+        f"{result.hbm_share:6.1%} of HBM  "
         f"{reference:10s} {error} {result.note}"
     )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tune", action="store_true", help="also time other launch configurations")
+    parser.add_argument("--variants", action="store_true", help="also time other launches of index scores and MSA")
+    parser.add_argument("--tune", action="store_true", help="instead, search launches of attention and selection")
+    parser.add_argument("--budget-s", type=float, default=120.0, help="time that --tune may take")
     parser.add_argument("--only", default="", help="cases whose name contains this text")
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--out", type=Path, help="write the results as JSON")
@@ -528,9 +443,13 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("no CUDA device", file=sys.stderr)
         return 2
+    if options.tune:
+        from tune_ops import tune
+
+        return tune(options.budget_s, options.only, options.repeats, options.out)
     torch.manual_seed(0)
     flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
-    ceilings = _ceilings(flush)
+    ceilings = measured_ceilings(flush)
     import triton
 
     print(
@@ -544,7 +463,7 @@ def main() -> int:
                 continue
             print(f"{case.name}: {case.shape}", flush=True)
             for variant in case.variants:
-                if variant.tuning and not options.tune:
+                if variant.tuning and not options.variants:
                     continue
                 results.append(measure(case, variant, ceilings, options.repeats, flush))
                 print(line(results[-1]), flush=True)
