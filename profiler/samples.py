@@ -1,6 +1,6 @@
 """Raw samples on disk: written as they come, read back to build tables without the device.
 
-A file is a chain of gzip members, so it is appended to shot by shot and a killed run loses at most the shot in flight.
+A file is a chain of gzip members, so it is appended to shot by shot and a killed run loses at most what was in flight.
 Decompressed it is text: a run starts with a line `#run` and a JSON object (what ran, and its shots), then the CSV
 header, then one row per sample; a failed shot is one row with its reason in the last column. Power samples of a run are
 a line `#power` and a JSON object. Several runs may follow each other, in one file or in several.
