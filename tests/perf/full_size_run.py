@@ -11,7 +11,8 @@ GPU's time.
 
 A workload whose folder is whole is not played again, and none is started for which --seconds has no room, so calls of
 bounded length continue each other; exit status 3 says that something is left. --warm-requests shortens the plays that
-are not kept. --stand-in plays on a made-up engine: a test of all but the engine.
+are not kept. --prepare writes traces and cluster files alone, so that the runs can be predicted before they are made;
+--stand-in plays on a made-up engine: a test of all but the engine.
 
 NVLink multicast stays off: neither NCCL, nor symmetric memory, nor FlashInfer's fused all-reduce, which vLLM chooses
 for tensor parallelism on this architecture unless told otherwise, may use it.
@@ -251,6 +252,9 @@ def main() -> int:
     if not todo:
         print(f"{options.layout}: {', '.join(names)} are recorded already")
         return 0
+    if options.prepare:
+        prepare(options, tp, dp, todo, folders)
+        return 0
     os.environ.update(ENVIRONMENT)
     # The engine's processes import this file by its name.
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -343,6 +347,21 @@ async def _record_one(
     }, cluster(options, arguments, layers, ranks[0]))  # fmt: skip
     say(began, f"{name}: {summary(rows)}")
     return seconds[-1]
+
+
+def prepare(options: argparse.Namespace, tp: int, dp: int, names: list[str], folders: dict[str, Path]) -> None:
+    """Writes traces and cluster files alone, and prints how to predict the runs before they are made."""
+    from profiler.core.registry import load_model
+
+    layers = options.layers or load_model(options.model).num_layers
+    for name in names:
+        folder = folders[name]
+        folder.mkdir(parents=True, exist_ok=True)
+        write_trace(folder, workload(name, options, folders))
+        config = cluster(options, engine_arguments(options, tp, dp), layers, {})
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        trace = f"--cluster-config {folder}/config.json --dataset {folder}/{folder.name}.jsonl"
+        print(f"python -m serving {trace} --output {folder}/predicted.csv")
 
 
 def engine_arguments(options: argparse.Namespace, tp: int, dp: int) -> dict[str, Any]:
@@ -456,9 +475,7 @@ def write(
         found = {engine for name, engine in engine_of.items() if name == sent or name.rpartition("-")[0] == sent}
         lines.append(json.dumps(row | {"engine": found.pop()} if len(found) == 1 else row))
     (run / "requests.jsonl").write_text("\n".join(lines) + "\n")
-    trace = ({"input_toks": one.prompt_tokens, "output_toks": one.output_tokens, "arrival_time_ns": one.arrival_ns}
-             for one in requests)  # fmt: skip
-    (folder / f"{folder.name}.jsonl").write_text("".join(json.dumps(one) + "\n" for one in trace))
+    write_trace(folder, requests)
     for rank in ranks:
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
@@ -472,6 +489,12 @@ def write(
     (run / "engine.json").write_text(json.dumps({"cards": _cards(), "ranks": facts}, indent=1) + "\n")
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     (run / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
+
+
+def write_trace(folder: Path, requests: list[Any]) -> None:
+    rows = ({"input_toks": one.prompt_tokens, "output_toks": one.output_tokens, "arrival_time_ns": one.arrival_ns}
+            for one in requests)  # fmt: skip
+    (folder / f"{folder.name}.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
 
 
 def ticks(statistics: list[Any], zero: float, tick_s: float) -> str:
@@ -500,8 +523,9 @@ def ticks(statistics: list[Any], zero: float, tick_s: float) -> str:
 def cluster(
     options: argparse.Namespace, arguments: dict[str, Any], layers: int, facts: dict[str, Any]
 ) -> dict[str, Any]:
-    """The same deployment for `serving replay`, with the KV blocks that each engine had."""
+    """The same deployment for `serving replay`, with the KV blocks that each engine had where `facts` knows them."""
     tp, dp = arguments["tensor_parallel_size"], arguments["data_parallel_size"]
+    blocks = facts.get("num_gpu_blocks", options.num_gpu_blocks)
     return {
         "router": "least_loaded",
         "instances": [
@@ -516,10 +540,10 @@ def cluster(
                     "max_num_seqs": options.max_num_seqs,
                     "kv_cache_dtype": options.kv_cache_dtype,
                     "gpu_memory_utilization": options.utilization,
-                    "num_gpu_blocks": facts["num_gpu_blocks"],
+                    **({} if blocks is None else {"num_gpu_blocks": blocks}),
                     "enforce_eager": options.eager,
                     "enable_prefix_caching": True,
-                    "async_scheduling": facts["async_scheduling"],
+                    "async_scheduling": facts.get("async_scheduling", True),
                 },
             }
         ],
@@ -613,6 +637,7 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--warm-requests", type=int, help="the plays before the last are of so many requests alone")
     parser.add_argument("--seconds", type=float, default=560.0)
     parser.add_argument("--force", action="store_true")
+    parser.add_argument("--prepare", action="store_true", help="traces and cluster files alone, to predict the runs")
     parser.add_argument("--stand-in", action="store_true")
     return parser.parse_args(arguments)
 

@@ -15,6 +15,7 @@ import pytest
 
 from serving.config import load_cluster
 from serving.recorded import read_recorded
+from serving.traces import read_trace
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "tests" / "perf" / "full_size_run.py"
@@ -63,6 +64,16 @@ def test_work_that_does_not_fit_is_left_for_the_next_call(tmp_path: Path) -> Non
     short = call(tmp_path, "chat", "--seconds", "0.001")
     assert short.returncode == 3 and "TimeoutError" in short.stderr
     assert not (tmp_path / "dp2" / "chat").exists()
+
+
+def test_runs_can_be_predicted_before_they_are_made(tmp_path: Path) -> None:
+    done = call(tmp_path, "chat,long", "--prepare", "--long-requests", "3")
+    assert done.returncode == 0, done.stderr
+    folder = tmp_path / "dp2" / "long"
+    assert f"--dataset {folder}/long.jsonl" in done.stdout
+    assert [one.prompt_tokens for one in read_trace(folder / "long.jsonl").requests] == [32768] * 3
+    assert load_cluster(folder / "config.json").instances[0].layers == 4
+    assert "chat: play 2 of 30" in call(tmp_path, "chat").stdout  # it is not taken for a recorded one
 
 
 def test_lengths_and_rates() -> None:
