@@ -369,7 +369,7 @@ def engine_arguments(options: argparse.Namespace, tp: int, dp: int) -> dict[str,
     chosen: dict[str, Any] = {
         "tensor_parallel_size": tp,
         "data_parallel_size": dp,
-        "enable_expert_parallel": dp > 1,
+        "enable_expert_parallel": dp > 1 or options.expert_parallel,
         "max_model_len": options.max_model_len,
         "max_num_batched_tokens": options.max_num_batched_tokens,
         "max_num_seqs": options.max_num_seqs,
@@ -525,6 +525,7 @@ def cluster(
 ) -> dict[str, Any]:
     """The same deployment for `serving replay`, with the KV blocks that each engine had where `facts` knows them."""
     tp, dp = arguments["tensor_parallel_size"], arguments["data_parallel_size"]
+    spread = arguments["enable_expert_parallel"]
     blocks = facts.get("num_gpu_blocks", options.num_gpu_blocks)
     return {
         "router": "least_loaded",
@@ -533,7 +534,7 @@ def cluster(
                 "model": options.model,
                 "layers": layers,
                 "hardware": options.hardware,
-                "parallel": {"tp": tp, "pp": 1, "dp": dp, "ep": tp * dp if dp > 1 else 1},
+                "parallel": {"tp": tp, "pp": 1, "dp": dp, "ep": tp * dp if spread else 1},
                 "engine": {
                     "max_model_len": options.max_model_len,
                     "max_num_batched_tokens": options.max_num_batched_tokens,
@@ -632,6 +633,7 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--utilization", type=float, default=0.9)
     parser.add_argument("--num-gpu-blocks", type=int)
+    parser.add_argument("--expert-parallel", action="store_true", help="whole experts per GPU without dp too")
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--plays", type=int, default=2, help="of each workload; the last is kept")
     parser.add_argument("--warm-requests", type=int, help="the plays before the last are of so many requests alone")

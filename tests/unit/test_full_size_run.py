@@ -187,3 +187,12 @@ def test_a_worker_logs_its_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert [row["dummy"] for row in rows] == [0, 0, 0, 1]
     assert [row["padded_tokens"] for row in rows] == [16, 8, 8, 8]
     assert all(3_000 <= row["gpu_us"] < 60_000 for row in rows[:3])
+
+
+@pytest.mark.parametrize(("name", "flags", "ep"), [("tp2", [], 1), ("tp2", ["--expert-parallel"], 2), ("dp2", [], 2)])
+def test_experts_are_spread_with_data_parallelism_or_when_asked(name: str, flags: list[str], ep: int) -> None:
+    module = script()
+    options = module.parsed([name, "--out", "runs", *flags])
+    arguments = module.engine_arguments(options, *module.layout(name))
+    assert arguments["enable_expert_parallel"] is (ep > 1)
+    assert module.cluster(options, arguments, 61, {})["instances"][0]["parallel"]["ep"] == ep
