@@ -6,6 +6,7 @@ SUMMARIES = {
     "compare": "Compare a simulated run with a recorded one, request by request.",
     "describe": "Fit a workload description to a trace, or make a trace of one.",
     "explain": "One step's cost as a tree: kernels, collectives, bounds, provenance.",
+    "host": "What a step costs the host, from recordings.",
     "launch": "The vllm serve command of a placement, checked to start.",
     "plan": "What fits where: weights, KV cache and placements.",
     "record": "Play a trace on a real vLLM engine and keep what happened.",

@@ -1,0 +1,174 @@
+"""What a step costs the host's thread, from the step logs of recordings: a table, and the numbers of a hardware file.
+
+A part of the host's work is taken as `fixed_us` per step and `per_request_us` for every request of its batch, fitted to
+the medians by number of requests. Waits for the device are no part of it.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, Final
+
+from profiler.core.errors import ConfigError
+from profiler.core.load import read_mapping
+from serving.recording.files import read_steps
+from serving.recording.steps import Step
+
+KINDS: Final = ("decode", "prefill", "mixed")
+LEAST_STEPS = 5  # of one number of requests, for its median to count
+
+Part = Callable[[Step], float | None]
+
+
+def _less(whole: float | None, part: float | None) -> float | None:
+    return None if whole is None else whole - (part or 0.0)
+
+
+# prepare: what execute_model does around the layers. sample: taking the tokens is in it, waiting for them is not, and
+# without asynchronous scheduling the log cannot tell one from the other.
+PARTS: Final[Mapping[str, Part]] = {
+    "schedule": lambda step: step.schedule_us,
+    "prepare": lambda step: _less(_less(step.launch_us, step.input_wait_us), step.forward_launch_us),
+    "forward_launch": lambda step: step.forward_launch_us,
+    "sample": lambda step: _less(step.sample_us, step.bookkeep_us),
+    "bookkeep": lambda step: step.bookkeep_us,
+    "update": lambda step: step.update_us,
+    "output": lambda step: step.output_us,
+    "log": lambda step: step.log_us,
+    "wait": lambda step: step.wait_us,
+    "gpu_prepare": lambda step: step.prepare_us,
+    "gpu_forward": lambda step: step.forward_us,
+    "gpu_sample": lambda step: step.sample_gpu_us,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Log:
+    """The steps of one recording. asynchronous: its engine scheduled a step while the one before ran."""
+
+    path: Path
+    layers: int
+    asynchronous: bool
+    steps: tuple[Step, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Medians in microseconds of the steps of one kind and graph mode with requests in [least, 2 least)."""
+
+    kind: str
+    graph: str
+    asynchronous: bool
+    layers: int
+    least_requests: int
+    steps: int
+    median_us: Mapping[str, float | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """fixed_us + per_request_us x requests."""
+
+    fixed_us: float
+    per_request_us: float
+
+
+def read_log(path: Path) -> Log:
+    """A recording's folder. Raises ConfigError when a file of it is missing or malformed."""
+    folder = path / "vllm" if (path / "vllm").is_dir() else path
+    meta, engine = read_mapping(folder / "meta.json"), read_mapping(folder / "engine.json")
+    try:
+        return Log(path, int(meta["layers"]), bool(engine["async_scheduling"]), tuple(read_steps(folder)))
+    except KeyError as error:
+        raise ConfigError(f"{folder}: meta.json and engine.json lack {error}; recorded by an older version") from None
+
+
+def kind_of(step: Step) -> str:
+    """decode, prefill or mixed."""
+    if not step.prefill_requests:
+        return "decode"
+    return "mixed" if step.decode_requests else "prefill"
+
+
+def rows(logs: Iterable[Log]) -> list[Row]:
+    """The table, by kind, graph mode, scheduling, layers and number of requests."""
+    groups: dict[tuple[Any, ...], list[Step]] = defaultdict(list)
+    for log in logs:
+        for step in log.steps:
+            requests = step.prefill_requests + step.decode_requests
+            least = 1 << (requests.bit_length() - 1)
+            groups[KINDS.index(kind_of(step)), step.graph, log.asynchronous, log.layers, least].append(step)
+    return [
+        Row(KINDS[kind], graph, asynchronous, layers, least, len(steps),
+            {name: _median(part, steps) for name, part in PARTS.items()})
+        for (kind, graph, asynchronous, layers, least), steps in sorted(groups.items())
+    ]  # fmt: skip
+
+
+def linear(logs: Iterable[Log], part: Part, wanted: Callable[[Log, Step], bool]) -> Linear | None:
+    """Least squares over the medians by number of requests, each with the weight of its steps; None without two
+    numbers of requests that have enough steps."""
+    by_requests: dict[int, list[float]] = defaultdict(list)
+    for log in logs:
+        for step in log.steps:
+            if wanted(log, step) and (value := part(step)) is not None:
+                by_requests[step.prefill_requests + step.decode_requests].append(value)
+    points = [(n, median(found), len(found)) for n, found in by_requests.items() if len(found) >= LEAST_STEPS]
+    if len(points) < 2:
+        return None
+    return Linear(*_fit(points))
+
+
+def layer_launch(logs: Iterable[Log], wanted: Callable[[Log, Step], bool]) -> tuple[float, float] | None:
+    """(fixed_us, per_layer_us) of launching the layers one kernel at a time.
+
+    From the median of each number of layers; of a single one all of it counts as its layers'. None without steps.
+    """
+    by_layers: dict[int, list[float]] = defaultdict(list)
+    for log in logs:
+        found = (step.forward_launch_us for step in log.steps if wanted(log, step))
+        by_layers[log.layers] += [value for value in found if value is not None]
+    points = [(layers, median(found), len(found)) for layers, found in by_layers.items() if len(found) >= LEAST_STEPS]
+    if not points:
+        return None
+    if len(points) == 1:
+        layers, us, _ = points[0]
+        return 0.0, us / layers
+    return _fit(points)
+
+
+def host_block(logs: Sequence[Log]) -> dict[str, Any]:
+    """The numbers of a hardware file's `host` block that these recordings hold; see profiler.core.hardware.Host.
+
+    launch counts steps that ran without a graph; replay those in whole ones. Raises ConfigError where no recording has
+    asynchronous scheduling, whose log alone tells work from waiting.
+    """
+    logs = [log for log in logs if log.asynchronous]
+    if not logs:
+        raise ConfigError("no recording with asynchronous scheduling; without it the log cannot tell work from waiting")
+    block: dict[str, Any] = {}
+    for name in ("schedule", "prepare", "sample", "bookkeep", "update", "output"):
+        if (found := linear(logs, PARTS[name], lambda log, step: True)) is not None:
+            block[name] = {"fixed_us": round(found.fixed_us, 1), "per_request_us": round(found.per_request_us, 2)}
+    if (launched := layer_launch(logs, lambda log, step: step.graph == "NONE")) is not None:
+        block["launch"] = {"fixed_us": round(launched[0], 1), "per_layer_us": round(launched[1], 1)}
+    if (replayed := linear(logs, PARTS["forward_launch"], lambda log, step: step.graph == "FULL")) is not None:
+        block["replay"] = {"fixed_us": round(replayed.fixed_us, 1), "per_request_us": round(replayed.per_request_us, 2)}
+    return block
+
+
+def _median(part: Part, steps: Iterable[Step]) -> float | None:
+    found = [value for step in steps if (value := part(step)) is not None]
+    return median(found) if found else None
+
+
+def _fit(points: Sequence[tuple[float, float, int]]) -> tuple[float, float]:
+    """(intercept, slope) of weighted least squares over (x, y, weight)."""
+    total = sum(weight for *_, weight in points)
+    mean_x = sum(x * weight for x, _, weight in points) / total
+    mean_y = sum(y * weight for _, y, weight in points) / total
+    spread = sum(weight * (x - mean_x) ** 2 for x, _, weight in points)
+    slope = sum(weight * (x - mean_x) * (y - mean_y) for x, y, weight in points) / spread
+    return mean_y - slope * mean_x, slope

@@ -1,0 +1,101 @@
+"""The host's time per step, from step logs made of known parts."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from profiler.core.errors import ConfigError
+from serving.commands.host import command
+from serving.recording.files import steps_text
+from serving.recording.host_table import Linear, Log, host_block, layer_launch, linear, read_log, rows
+from serving.recording.steps import Step
+
+BLANK = Step(0.0, 9_000.0, 8_000.0, 0, 0, 0, 0, 0, 1, 0, 0.0, 0)
+
+
+def step(decodes: int, prefills: int = 0, graph: str = "FULL", layers: int = 6, noise_us: float = 0.0) -> Step:
+    """schedule 50 + 3 n, prepare 400 + 2 n, sample 60 + 1 n, update 20 + 4 n; 90 to replay, 700 + 2,900 per layer."""
+    n = decodes + prefills
+    launch = 90.0 if graph == "FULL" else 700.0 + 2_900.0 * layers
+    return replace(
+        BLANK,
+        decode_requests=decodes,
+        prefill_requests=prefills,
+        graph=graph,
+        schedule_us=50.0 + 3.0 * n + noise_us,
+        launch_us=400.0 + 2.0 * n + launch + 1_234.5,
+        input_wait_us=1_234.5,
+        forward_launch_us=launch,
+        sample_us=60.0 + n + 5.0,
+        bookkeep_us=5.0,
+        update_us=20.0 + 4.0 * n,
+        output_us=10.0,
+    )
+
+
+def log(layers: int = 6, asynchronous: bool = True) -> Log:
+    steps = [step(n) for n in (1, 2, 5, 9, 33, 64) for _ in range(7)]
+    steps += [step(n, 1, "NONE", layers) for n in (0, 4, 20) for _ in range(6)]
+    return Log(Path("r"), layers, asynchronous, tuple(steps))
+
+
+def test_known_parts_are_found() -> None:
+    block = host_block([log(6), log(4)])
+    assert block["schedule"] == {"fixed_us": 50.0, "per_request_us": 3.0}
+    assert block["prepare"] == {"fixed_us": 400.0, "per_request_us": 2.0}
+    assert block["sample"] == {"fixed_us": 60.0, "per_request_us": 1.0}
+    assert block["bookkeep"] == {"fixed_us": 5.0, "per_request_us": 0.0}
+    assert block["update"] == {"fixed_us": 20.0, "per_request_us": 4.0}
+    assert block["output"] == {"fixed_us": 10.0, "per_request_us": 0.0}
+    assert block["replay"] == {"fixed_us": 90.0, "per_request_us": 0.0}
+    assert block["launch"] == {"fixed_us": 700.0, "per_layer_us": 2_900.0}
+
+
+def test_one_number_of_layers_counts_all_of_a_launch_as_theirs() -> None:
+    assert layer_launch([log(6)], lambda one, step: step.graph == "NONE") == pytest.approx((0.0, 2_900.0 + 700.0 / 6))
+
+
+def test_a_stall_moves_no_median() -> None:
+    steps = [*log().steps, step(5, noise_us=1e6), step(33, noise_us=1e6)]
+    found = linear([replace(log(), steps=tuple(steps))], lambda one: one.schedule_us, lambda one, step: True)
+    assert found is not None
+    assert (found.fixed_us, found.per_request_us) == pytest.approx((50.0, 3.0))
+    assert Linear(1.0, 2.0) != found
+
+
+def test_rows_are_by_kind_graph_and_power_of_two() -> None:
+    found = rows([log()])
+    assert [(row.kind, row.graph, row.least_requests, row.steps) for row in found] == [
+        ("decode", "FULL", 1, 7), ("decode", "FULL", 2, 7), ("decode", "FULL", 4, 7), ("decode", "FULL", 8, 7),
+        ("decode", "FULL", 32, 7), ("decode", "FULL", 64, 7),
+        ("prefill", "NONE", 1, 6), ("mixed", "NONE", 4, 6), ("mixed", "NONE", 16, 6),
+    ]  # fmt: skip
+    assert found[4].median_us["schedule"] == 149.0 and found[4].median_us["gpu_forward"] is None
+
+
+def test_too_little_is_refused_or_left_out() -> None:
+    with pytest.raises(ConfigError, match="asynchronous scheduling"):
+        host_block([log(asynchronous=False)])
+    few = Log(Path("r"), 6, True, (step(1), step(2)))
+    assert host_block([few]) == {}
+
+
+def test_the_command_prints_each_form(tmp_path: Path) -> None:
+    import gzip
+
+    (tmp_path / "meta.json").write_text(json.dumps({"layers": 6}))
+    (tmp_path / "engine.json").write_text(json.dumps({"async_scheduling": True}))
+    (tmp_path / "steps.csv.gz").write_bytes(gzip.compress(steps_text(log().steps).encode()))
+    assert read_log(tmp_path) == replace(log(), path=tmp_path)
+    outputs = {
+        form: CliRunner().invoke(command, [str(tmp_path), "--format", form]) for form in ("table", "csv", "yaml")
+    }
+    assert all(one.exit_code == 0 for one in outputs.values())
+    assert outputs["csv"].output.splitlines()[1].startswith("decode,FULL,1,6,1,7,53.0,402.0,90.0,61.0,5.0,24.0,10.0,")
+    assert "schedule: {fixed_us: 50.0, per_request_us: 3.0}" in outputs["yaml"].output
+    (tmp_path / "meta.json").write_text("{}")
+    with pytest.raises(ConfigError, match="lack 'layers'"):
+        read_log(tmp_path)
