@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -71,8 +72,10 @@ from profiler.ops.triton.mla import attend_picked_kernel
 q, latents = torch.randn(2, 64, 576, device="cuda").bfloat16(), torch.randn(500, 576, device="cuda")
 indices = torch.randint(0, 500, (2, 256), device="cuda").int()
 for ahead in (True, False):
+    for held in (0, 256):
+        launch = HopperLaunch("roles", ahead=ahead, held=held)
+        attend_picked_kernel(q, latents.bfloat16(), indices, 512, 0.1, SparseKVFormat.BF16, hopper=launch)
     launch = HopperLaunch("roles", ahead=ahead)
-    attend_picked_kernel(q, latents.bfloat16(), indices, 512, 0.1, SparseKVFormat.BF16, hopper=launch)
     attend_picked_kernel(q, quantize_mla_rows(latents), indices, 512, 0.1, SparseKVFormat.FP8_PACKED, hopper=launch)
     torch.cuda.synchronize()
 """
@@ -121,6 +124,7 @@ def test_sparse_mla(heads: int, splits: int, with_sink: bool, holes: bool, launc
         indices[:-1, 3::7] = -1
     sink = torch.randn(heads) * 4 if with_sink else None
     expected = attend_picked(q.double(), rows.double(), indices, 512, scale=0.1, sink=sink, backend="naive")
+    launches = launches + [replace(launch, held=256) for launch in launches if launch.kernel == "roles"]
     # Without a choice of launch the call takes the table's; with a block, Triton's own kernel.
     options: list[dict[str, Any]] = [{}, {"block": 64}, *({"hopper": launch} for launch in launches)]
     for launch in options:

@@ -78,6 +78,9 @@ def _attention(case: str) -> list[Candidate]:
             "roles ahead": HopperLaunch("roles"),
             "roles behind": HopperLaunch("roles", ahead=False),
         }
+        if "bf16" in case:
+            launches["roles ahead, held"] = HopperLaunch("roles", held=256)
+            launches["roles behind, held"] = HopperLaunch("roles", ahead=False, held=256)
         for name, launch in launches.items():
             found.append(Candidate(case, f"{name} splits {count}", {"hopper": launch, "splits": count}))
     if heads == 16:

@@ -55,9 +55,9 @@ def attend(module, kernel, packed, splits, **more):
     return build(GluonASTSource, kernel, types, sizes, {"num_warps": 8})
 
 
-def roles(packed, splits, ahead):
-    score, copy = mla_roles.REGISTERS[packed]
-    more = {"PACKED": packed, "AHEAD": ahead, "SCORE_REGISTERS": score, "COPY_REGISTERS": copy}
+def roles(packed, splits, ahead, held):
+    score, copy = mla_roles.REGISTERS[packed, held]
+    more = {"PACKED": packed, "AHEAD": ahead, "HELD": held, "SCORE_REGISTERS": score, "COPY_REGISTERS": copy}
     return attend(mla_roles, mla_roles._attend_kernel, packed, splits, **more)
 
 
@@ -104,9 +104,9 @@ def test_turns_fit_spill_nothing_and_stay_asynchronous(splits: int, tmp_path: Pa
         _check(report, 36 + 4)
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_roles_fit_spill_nothing_and_stay_asynchronous(packed: bool, tmp_path: Path) -> None:
-    ahead, behind = _reports(f"[roles({packed}, 1, True), roles({packed}, 2, False)]", tmp_path)
+@pytest.mark.parametrize(("packed", "held"), [(False, 0), (False, 256), (True, 0)])
+def test_roles_fit_spill_nothing_and_stay_asynchronous(packed: bool, held: int, tmp_path: Path) -> None:
+    ahead, behind = _reports(f"[roles({packed}, 1, True, {held}), roles({packed}, 2, False, {held})]", tmp_path)
     # The output takes 2 x 2 products of 16 picks and 128 values; the first turn's logits stand before the loop.
     _check(ahead, 2 * 36 + 4)
     _check(behind, 36 + 4)

@@ -17,6 +17,7 @@ class HopperLaunch:
     kernel: Literal["turns", "roles"]
     splits: int | None = None
     ahead: bool = True
+    held: int = 0
     registers: tuple[int, int] | None = None
 
 

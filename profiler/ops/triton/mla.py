@@ -259,7 +259,7 @@ def _attend_hopper(
         return attend_picked_hopper(q, rows, indices, scale, sink, splits=splits)
     from profiler.ops.triton.mla_roles import attend_picked_roles
 
-    options = {"splits": splits, "ahead": launch.ahead, "registers": launch.registers}
+    options = {"splits": splits, "ahead": launch.ahead, "held": launch.held, "registers": launch.registers}
     return attend_picked_roles(q, rows, indices, scale, sink, **options)
 
 

@@ -32,8 +32,8 @@ from profiler.ops.triton.merge import LOG2E, merge_parts, split_count
 HEADS = 64
 PICKS = 32
 V_DIM = 512
-# Registers of a scoring and of a copying thread, for bf16 rows and for packed ones, which are widened on the way.
-REGISTERS = {False: (104, 56), True: (96, 96)}
+# Registers of a scoring and of a copying thread, by packed rows (widened on the way) and query features held.
+REGISTERS = {(False, 0): (104, 56), (False, 256): (152, 40), (True, 0): (96, 96)}
 
 _LOWEST = gl.constexpr(-1.0e30)
 _WIDE = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
@@ -45,6 +45,7 @@ _FLAT = gl.constexpr(gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, or
 _COPY = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 _COPY_Q = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0]))
 _LOGITS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16]))
+_HELD = gl.constexpr(gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16]), 2))
 # Products of 128 columns: the assembler refuses one instruction of more accumulators than its 128 registers at entry.
 _OUTPUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 128, 16]))
 _SCAN = gl.constexpr(gl.BlockedLayout([4], [32], [8], [0]))
@@ -167,14 +168,22 @@ def _gather_packed(
 
 
 @gluon.jit
-def _start_logits(q_latent, q_rope, latents, tails, full, turn, SLOTS: gl.constexpr):
-    """Wait for a turn's rows and start their products with the queries."""
+def _start_logits(q_latent, q_rope, held, latents, tails, full, turn, SLOTS: gl.constexpr, HELD: gl.constexpr):
+    """Wait for a turn's rows and start their products with the queries, whose first HELD features are in registers."""
     slot = turn % SLOTS
     mbarrier.wait(full.index(slot), turn // SLOTS & 1)
     fence_async_shared()
+    latent = latents.index(slot)
     nothing = gl.zeros([64, 32], gl.float32, layout=_LOGITS)
     logits = warpgroup_mma(q_rope, tails.index(slot).permute((1, 0)), nothing, use_acc=False, is_async=True)
-    return warpgroup_mma(q_latent, latents.index(slot).permute((1, 0)), logits, is_async=True)
+    if HELD > 0:
+        REST: gl.constexpr = 512 - HELD
+        logits = warpgroup_mma(held, latent.slice(0, HELD, dim=1).permute((1, 0)), logits, is_async=True)
+        rest = latent.slice(HELD, REST, dim=1).permute((1, 0))
+        logits = warpgroup_mma(q_latent.slice(HELD, REST, dim=1), rest, logits, is_async=True)
+    else:
+        logits = warpgroup_mma(q_latent, latent.permute((1, 0)), logits, is_async=True)
+    return logits
 
 
 @gluon.jit
@@ -214,24 +223,29 @@ def _score(
     spent,
     SLOTS: gl.constexpr,
     AHEAD: gl.constexpr,
+    HELD: gl.constexpr,
 ):
     """The scoring warps. ends: row maxima and sums of weights.
 
-    AHEAD starts the next turn's products before a turn's softmax: no idle tensor core, but rows are held longer.
+    AHEAD starts the next turn's products before a turn's softmax: no idle tensor core, but rows are held longer. HELD
+    query features, 0 or 256, stay in registers, which spares shared memory their reading for every turn.
     """
     column = gl.arange(0, 32, layout=gl.SliceLayout(0, _LOGITS))
     top = gl.full([64], _LOWEST, gl.float32, layout=gl.SliceLayout(1, _LOGITS))
     lanes = gl.zeros([64, 32], gl.float32, layout=_LOGITS)
+    held = top
+    if HELD > 0:
+        held = q_latent.slice(0, HELD, dim=1).load(_HELD)
     if AHEAD:
         if turns > 0:
             at = low + column
             kept = gl.load(pick_at + at, mask=at < high, other=-1) >= 0
-            started = _start_logits(q_latent, q_rope, latents, tails, full, 0, SLOTS)
+            started = _start_logits(q_latent, q_rope, held, latents, tails, full, 0, SLOTS, HELD)
             logits = warpgroup_mma_wait(0, deps=(started,))
             for turn in range(turns - 1):
                 at = low + (turn + 1) * 32 + column
                 coming = gl.load(pick_at + at, mask=at < high, other=-1)
-                started = _start_logits(q_latent, q_rope, latents, tails, full, turn + 1, SLOTS)
+                started = _start_logits(q_latent, q_rope, held, latents, tails, full, turn + 1, SLOTS, HELD)
                 top, lanes = _soften(logits, kept, top, lanes, turn, weights, shrinks, ready, spent, scale_log2)
                 logits = warpgroup_mma_wait(0, deps=(started,))
                 kept = coming >= 0
@@ -240,7 +254,7 @@ def _score(
         for turn in range(turns):
             at = low + turn * 32 + column
             index = gl.load(pick_at + at, mask=at < high, other=-1)
-            started = _start_logits(q_latent, q_rope, latents, tails, full, turn, SLOTS)
+            started = _start_logits(q_latent, q_rope, held, latents, tails, full, turn, SLOTS, HELD)
             logits = warpgroup_mma_wait(0, deps=(started,))
             top, lanes = _soften(logits, index >= 0, top, lanes, turn, weights, shrinks, ready, spent, scale_log2)
     ends.index(0).store(top)
@@ -285,6 +299,7 @@ def _attend_kernel(
     HAS_SINK: gl.constexpr,
     PACKED: gl.constexpr,
     AHEAD: gl.constexpr,
+    HELD: gl.constexpr,
     SCORE_REGISTERS: gl.constexpr,
     COPY_REGISTERS: gl.constexpr,
 ):
@@ -323,38 +338,72 @@ def _attend_kernel(
     fence_async_shared()
     gl.thread_barrier()
 
-    score_args = (
-        pick_at,
-        low,
-        high,
-        turns,
-        scale_log2,
-        q_latent,
-        q_rope,
-        latents,
-        tails,
-        weights,
-        shrinks,
-        ends,
-        full,
-        ready,
-        spent,
-        SLOTS,
-        AHEAD,
-    )
-    weigh_args = (turns, latents, weights, shrinks, ready, spent, empty, SLOTS)
+    # The arguments stand here at length because a tuple in a variable would lose its constants.
     if PACKED:
         raws = gl.allocate_shared_memory(gl.float8e4nv, [2, 32, 512], _CODES)
-        copy_args = (rows, scales, ropes, pick_at, low, high, turns, raws, latents, tails, full, empty, SLOTS)
         (output,) = gl.warp_specialize(
-            [(_weigh, weigh_args), (_score, score_args), (_gather_packed, copy_args)],
+            [
+                (_weigh, (turns, latents, weights, shrinks, ready, spent, empty, SLOTS)),
+                (
+                    _score,
+                    (
+                        pick_at,
+                        low,
+                        high,
+                        turns,
+                        scale_log2,
+                        q_latent,
+                        q_rope,
+                        latents,
+                        tails,
+                        weights,
+                        shrinks,
+                        ends,
+                        full,
+                        ready,
+                        spent,
+                        SLOTS,
+                        AHEAD,
+                        HELD,
+                    ),
+                ),
+                (
+                    _gather_packed,
+                    (rows, scales, ropes, pick_at, low, high, turns, raws, latents, tails, full, empty, SLOTS),
+                ),
+            ],
             [4, 4],
             [SCORE_REGISTERS, COPY_REGISTERS],
         )
     else:
-        copy_args = (rows, pick_at, low, high, turns, latents, tails, full, empty, SLOTS)
         (output,) = gl.warp_specialize(
-            [(_weigh, weigh_args), (_score, score_args), (_gather, copy_args)],
+            [
+                (_weigh, (turns, latents, weights, shrinks, ready, spent, empty, SLOTS)),
+                (
+                    _score,
+                    (
+                        pick_at,
+                        low,
+                        high,
+                        turns,
+                        scale_log2,
+                        q_latent,
+                        q_rope,
+                        latents,
+                        tails,
+                        weights,
+                        shrinks,
+                        ends,
+                        full,
+                        ready,
+                        spent,
+                        SLOTS,
+                        AHEAD,
+                        HELD,
+                    ),
+                ),
+                (_gather, (rows, pick_at, low, high, turns, latents, tails, full, empty, SLOTS)),
+            ],
             [4, 4],
             [SCORE_REGISTERS, COPY_REGISTERS],
         )
@@ -391,13 +440,15 @@ def attend_picked_roles(
     *,
     splits: int | None = None,
     ahead: bool = True,
+    held: int = 0,
     registers: tuple[int, int] | None = None,
 ) -> torch.Tensor:
     """softmax(q . rows[indices] * scale) . rows[indices][:512], (T, H, 512) bf16.
 
     q (T, H, 576) bf16, rows (N, 576) bf16 or (N, 656) uint8 packed, indices (T, K) int32 with negative for none; see
-    `profiler.ops.mla.attend_picked`. All contiguous. ahead: see `_score`. registers: per thread of the scoring and of
-    the copying warps, in steps of 8; the warps of the output share what is left of 65,536.
+    `profiler.ops.mla.attend_picked`. All contiguous. ahead, held: see `_score`; packed rows leave no registers to hold
+    queries. registers: per thread of the scoring and of the copying warps, in steps of 8; the warps of the output share
+    what is left of 65,536.
     """
     queries, heads, _ = q.shape
     picks = indices.shape[1]
@@ -412,7 +463,7 @@ def attend_picked_roles(
         totals = torch.empty_like(tops)
     packed = rows.dtype == torch.uint8
     views = (rows.view(FP8), rows.view(torch.float32), rows.view(torch.bfloat16)) if packed else (rows, rows, rows)
-    score_registers, copy_registers = registers or REGISTERS[packed]
+    score_registers, copy_registers = registers or REGISTERS[packed, held]
     _attend_kernel[(queries * head_blocks, splits)](
         q,
         *views,
@@ -429,6 +480,7 @@ def attend_picked_roles(
         HAS_SINK=sink is not None,
         PACKED=packed,
         AHEAD=ahead,
+        HELD=held,
         SCORE_REGISTERS=score_registers,
         COPY_REGISTERS=copy_registers,
         num_warps=8,
