@@ -100,9 +100,22 @@ def test_two_ranges_that_start_together_nest_by_length() -> None:
 
 
 def test_requests_get_disjoint_blocks_after_the_null_block() -> None:
-    placed = place_blocks([(1, 63), (1, 64), (100, 0)], block_tokens=64, num_blocks=6)
-    assert placed == [[1], [2, 3], [4, 5]]
-    assert place_blocks([(1, 63), (1, 64), (100, 0)], block_tokens=64, num_blocks=5) is None
+    placed = place_blocks(((1, 63), (1, 64), (100, 0)), block_tokens=64, num_blocks=6)
+    assert placed is not None
+    assert [list(ids) for ids in placed] == [[1], [2, 3], [4, 5]]
+    assert place_blocks(((1, 63), (1, 64), (100, 0)), block_tokens=64, num_blocks=5) is None
+
+
+def test_block_ids_are_what_the_engines_block_table_takes() -> None:
+    # vllm 0.26, v1/worker/block_table.py: truth, length, and assignment to a row of int32 or a conversion by numpy.
+    import numpy as np
+
+    (ids,) = place_blocks(((1, 640),), block_tokens=64, num_blocks=99) or ()
+    row = np.zeros((2, 16), dtype=np.int32)
+    assert ids
+    row[1, 0 : len(ids)] = ids
+    assert row[1].tolist() == [*range(1, 12), 0, 0, 0, 0, 0]
+    assert np.array(ids).tolist() == list(range(1, 12))
 
 
 def test_deepseek_gemm_shapes() -> None:

@@ -1,26 +1,38 @@
 """Turn a shot into a step of vLLM V1: new requests with cached history, on blocks of their own."""
 
+from array import array
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 
-def place_blocks(requests: Sequence[tuple[int, int]], block_tokens: int, num_blocks: int) -> list[list[int]] | None:
-    """Block ids per request, disjoint, starting after the null block 0; None when they do not fit.
+def place_blocks(
+    requests: Sequence[tuple[int, int]], block_tokens: int, num_blocks: int
+) -> tuple["array[int]", ...] | None:
+    """Block ids (int32) per request, disjoint, starting after the null block 0; None when they do not fit.
 
-    requests: (new_tokens, context_tokens).
+    requests: (new_tokens, context_tokens). Arrays, since the block table takes half a million ids of a large batch from
+    lists one by one; kept for the runs of a shot.
     """
-    placed: list[list[int]] = []
+    return _placed(tuple(requests), block_tokens, num_blocks)
+
+
+@lru_cache(maxsize=32)
+def _placed(
+    requests: tuple[tuple[int, int], ...], block_tokens: int, num_blocks: int
+) -> tuple["array[int]", ...] | None:
+    placed: list[array[int]] = []
     first = 1
     for new, context in requests:
         count = -(-(new + context) // block_tokens)
-        placed.append(list(range(first, first + count)))
+        placed.append(array("i", range(first, first + count)))
         first += count
-    return placed if first <= num_blocks else None
+    return tuple(placed) if first <= num_blocks else None
 
 
 def scheduler_output(
     requests: Sequence[tuple[int, int]],
-    blocks: Sequence[Sequence[int]],
+    blocks: Sequence["array[int]"],
     tokens: Any,
     finished: set[str],
     tag: str,
@@ -47,7 +59,7 @@ def scheduler_output(
                 mm_features=[],
                 sampling_params=sampling,
                 pooling_params=None,
-                block_ids=(list(ids),),
+                block_ids=(ids,),
                 num_computed_tokens=context,
                 lora_request=None,
             )
