@@ -24,18 +24,22 @@ NO_MULTICAST: Final = {
 }
 # After one rank failed, or the time is over, the others wait in a collective for ever.
 _GRACE_S = 5.0
-_TAIL_LINES = 15
+_TAIL_LINES = 30
 
 Report = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Of one rank. cases: index to line of results. failure: why it ended early, with the end of its log; or empty."""
+    """Of one rank. cases: index to line of results. failure: why it ended early, with the end of its output; or empty.
+
+    output: the end of what it printed.
+    """
 
     facts: Mapping[str, Any]
     cases: Mapping[int, Mapping[str, Any]]
     failure: str
+    output: str = ""
 
 
 def launch(
@@ -121,7 +125,8 @@ def _read(folder: Path, rank: int, failure: str) -> Found:
             facts |= line["facts"]
         else:
             cases[line["case"]] = line
+    log = (folder / f"log-{rank}.txt").read_text(encoding="utf-8", errors="replace").splitlines()
+    output = "\n".join(log[-_TAIL_LINES:])
     if failure:
-        log = (folder / f"log-{rank}.txt").read_text(encoding="utf-8", errors="replace").splitlines()
-        failure = "\n".join([f"rank {rank} {failure}; the end of its output:", *log[-_TAIL_LINES:]])
-    return Found(facts, cases, failure)
+        failure = f"rank {rank} {failure}; the end of its output:\n{output}"
+    return Found(facts, cases, failure, output)

@@ -96,6 +96,8 @@ def command(
             write_collectives(root, name, result.rows, force=True)
             add_run(root, name, provenance.finished(run, found[0].facts, result, options["batches"]))
         _print(count, result)
+        if any("GPUs" in why or "importable" in why for _, why in result.skipped):
+            click.echo(f"the end of rank 0's output:\n{found[0].output}", err=True)
         failures += [one.failure for one in found if one.failure]
         failures += [f"{count} ranks, {_cell(case)}: {why}" for case, why in result.lost[:_NAMED]]
         if len(result.lost) > _NAMED:
