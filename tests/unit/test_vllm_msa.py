@@ -1,5 +1,9 @@
 """MiniMax-M3 on the vLLM engine: kernels bound to components, per-rank shapes, the buffer of selected blocks."""
 
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +16,7 @@ from profiler.core.shots import Fill, Shot
 from profiler.core.stack import fold, stack_of
 from profiler.engines.base import EngineInfo, KernelSample, ShotResult, find_binding
 from profiler.engines.bindings import vllm_msa
-from profiler.engines.vllm_support import msa
+from profiler.engines.vllm_support import boot, msa
 from profiler.engines.vllm_support.overrides import per_rank_config
 from profiler.engines.vllm_support.state import shifted_norms
 from profiler.kernels._components import names_of
@@ -190,6 +194,26 @@ def test_the_block_length_is_that_of_the_selection() -> None:
     assert msa.block_tokens(CONFIG) == 128
     with pytest.raises(ConfigError, match="sparse_block_size"):
         msa.block_tokens({"text_config": {}})
+
+
+def test_the_engine_is_started_on_the_backbone_with_pages_of_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever starts vLLM on this model, to profile or to record, gets the same; other models are started as asked."""
+    asked: list[dict[str, Any]] = []
+
+    def llm(model: str, **keywords: Any) -> Any:
+        asked.append(keywords | {"config": json.loads(Path(model, "config.json").read_text())})
+        core = SimpleNamespace(model_executor=SimpleNamespace(driver_worker=SimpleNamespace(model_runner=None)))
+        return SimpleNamespace(llm_engine=SimpleNamespace(engine_core=SimpleNamespace(engine_core=core)))
+
+    prepared: list[bool] = []
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=llm))  # type: ignore[arg-type]
+    monkeypatch.setattr(msa, "prepare", lambda: prepared.append(True))
+    boot.start(CONFIG, max_num_seqs=4)
+    boot.start(CONFIG, block_size=256)
+    boot.start(load_model_config("zai-org/GLM-5"), max_num_seqs=4)
+    assert [one.get("block_size") for one in asked] == [128, 256, None] and len(prepared) == 2
+    assert asked[0]["config"]["architectures"] == [msa.BACKBONE] and asked[0]["max_num_seqs"] == 4
+    assert asked[2]["config"]["architectures"] == ["GlmMoeDsaForCausalLM"]
 
 
 class _Attention:

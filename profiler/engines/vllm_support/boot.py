@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from profiler.core.errors import AcquisitionError
-from profiler.engines.vllm_support import msa
+from profiler.engines.vllm_support import msa, rotary
 
 SUPPORTED_VERSIONS = ("0.26",)
 
@@ -144,6 +144,8 @@ def boot(
         **({} if block_tokens is None else {"block_size": block_tokens}),
     )
     runner = started.runner
+    model = runner.get_model()
+    rotary.separate(model)
     cache_config = runner.vllm_config.cache_config
     caches = {
         name: layer.kv_cache
@@ -154,7 +156,7 @@ def boot(
         started=started,
         worker=started.worker,
         runner=runner,
-        model=runner.get_model(),
+        model=model,
         num_blocks=int(runner.kv_cache_config.num_blocks),
         block_tokens=int(cache_config.block_size),
         kv_caches=caches,
