@@ -67,6 +67,7 @@ class Job:
     contract: str = "serving"
     execution: str = "auto"
     power: bool = False
+    expert_backend: str = "TritonExperts"
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +170,7 @@ def measure(
         max_num_seqs=job.max_num_seqs,
         execution="native" if job.contract == "replay" else job.execution,
         layer_kinds=earlier[-1].info.layer_kinds if earlier else None,
+        expert_backend=job.expert_backend,
     )
     engine = create_engine(choose_engine(job.engine, target.hardware), options)
     try:

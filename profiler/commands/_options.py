@@ -106,6 +106,7 @@ def job_of(model: str, options: dict[str, Any]) -> "Job":
         contract=options["contract"],
         execution=options["execution"],
         power=options.get("power", False),
+        expert_backend=options.get("expert_backend", "TritonExperts"),
     )
 
 
@@ -122,8 +123,8 @@ def _repeatable(model: str, options: dict[str, Any]) -> str:
             parts.append(f"--{name.replace('_', '-')} {text}")
     if options.get("skip_skew"):
         parts.append("--skip-skew")
-    for name, usual in (("contract", "serving"), ("execution", "auto")):
-        if options[name] != usual:
+    for name, usual in (("contract", "serving"), ("execution", "auto"), ("expert_backend", "TritonExperts")):
+        if options.get(name, usual) != usual:
             parts.append(f"--{name} {options[name]}")
     return " ".join(parts)
 

@@ -28,6 +28,11 @@ if TYPE_CHECKING:
 @click.option("--grid", default="coarse", help="full, coarse, or tiny for a CPU.")
 @click.option("--categories", callback=names, help="Comma-separated categories.  [default: all of the model]")
 @click.option("--skip-skew", is_flag=True, help="Leave out batches of unequal requests (category skew).")
+@click.option(
+    "--expert-backend",
+    default="TritonExperts",
+    help="Kernels of expert slices, ep > 1: a class of vllm, or engine, what it takes there itself.",
+)
 @click.option("--power/--no-power", default=True, help="Sample power and clocks by kernel class, with engine vllm.")
 @out_root_option
 @click.option("--force", is_flag=True, help="Replace tables that exist.")

@@ -39,6 +39,7 @@ class EngineOptions:
     are emulated on the one card. ep_degrees: expert slices that moe shots will ask for. block_tokens: None lets the
     engine choose. max_model_len and the batch limits are those that the shots respect. execution: "native" asks for the
     engine's own module of the model where it has two; the engine then reports settings["execution"] = "native".
+    expert_backend: class of the expert kernels that run slices of ep > 1, or "engine" for what the engine takes there.
     layer_kinds: of earlier runs that this one continues, which it must have too; None lets the engine choose.
     """
 
@@ -55,6 +56,7 @@ class EngineOptions:
     max_num_seqs: int
     execution: str = "auto"
     layer_kinds: tuple[str, ...] | None = None
+    expert_backend: str = "TritonExperts"
 
 
 @dataclass(frozen=True, slots=True)

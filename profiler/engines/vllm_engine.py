@@ -10,12 +10,23 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from profiler.core.errors import AcquisitionError
+from profiler.core.errors import AcquisitionError, unknown
 from profiler.core.shots import MoeBatch, Shot
 from profiler.core.stack import stack_of
 from profiler.core.types import ModelSpec
 from profiler.engines.base import EngineInfo, EngineOptions, KernelSample, PowerTarget, ShotResult
-from profiler.engines.vllm_support import batches, boot, experts, jit, msa, recorder, repeats, state, trace
+from profiler.engines.vllm_support import (
+    batches,
+    boot,
+    expert_backends,
+    experts,
+    jit,
+    msa,
+    recorder,
+    repeats,
+    state,
+    trace,
+)
 from profiler.engines.vllm_support import power as sampling
 from profiler.engines.vllm_support.card import gpu_facts as gpu_facts
 from profiler.engines.vllm_support.overrides import per_rank_config
@@ -44,6 +55,9 @@ class VllmEngine:
         if not torch.cuda.is_available():
             raise AcquisitionError("the vllm engine needs a CUDA device, none is visible")
         self._options = options
+        if options.expert_backend not in (expert_backends.OWN_CHOICE, *expert_backends.KERNELS):
+            known = sorted((expert_backends.OWN_CHOICE, *expert_backends.KERNELS))
+            raise unknown("expert back end", options.expert_backend, known)
         self._version = version
         self._layers, shrunk = stack_of(options.spec, options.config, options.layer_kinds)
         config = per_rank_config(shrunk, options.tp)
@@ -273,7 +287,8 @@ class VllmEngine:
             from vllm.v1.worker.workspace import unlock_workspace
 
             unlock_workspace()
-            self._slices[shot.moe.ep] = experts.ExpertSlice(self._routed_experts(), moe.num_experts, shot.moe.ep)
+            ep, routed = shot.moe.ep, self._routed_experts()
+            self._slices[ep] = experts.ExpertSlice(routed, moe.num_experts, ep, self._slice_backend(ep))
         hidden, weights, ids = self._expert_input(shot.moe)
         with (
             set_forward_context(None, self._boot.runner.vllm_config),
@@ -310,7 +325,13 @@ class VllmEngine:
             return {}
         kernel = self._routed_experts().quant_method.moe_kernel
         own = type(kernel.fused_experts).__name__
-        return {"1": own, **{str(ep): experts.SLICE_BACKEND for ep in self._options.ep_degrees if ep > 1}}
+        return {"1": own, **{str(ep): self._slice_backend(ep) for ep in self._options.ep_degrees if ep > 1}}
+
+    def _slice_backend(self, ep: int) -> str:
+        wanted = self._options.expert_backend
+        if wanted == expert_backends.OWN_CHOICE:
+            return expert_backends.engine_choice(self._routed_experts(), ep)
+        return wanted
 
     def _annotate(self) -> None:
         """Ranges around modules, and around the parts of the attention module that run without a module."""

@@ -5,6 +5,9 @@ from typing import Any
 
 from profiler.core.errors import AcquisitionError, unknown
 
+OWN_CHOICE = "engine"
+"""Stands for `engine_choice`."""
+
 
 def slice_kernel(backend: str, routed: Any, local: int, ep: int) -> Any:
     """A FusedMoEKernel of class `backend` over the first `local` experts of vLLM's RoutedExperts module.
