@@ -206,11 +206,11 @@ def test_the_engine_is_started_on_the_backbone_with_pages_of_a_block(monkeypatch
         return SimpleNamespace(llm_engine=SimpleNamespace(engine_core=SimpleNamespace(engine_core=core)))
 
     prepared: list[bool] = []
-    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=llm))  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=llm))
     monkeypatch.setattr(msa, "prepare", lambda: prepared.append(True))
-    boot.start(CONFIG, max_num_seqs=4)
-    boot.start(CONFIG, block_size=256)
-    boot.start(load_model_config("zai-org/GLM-5"), max_num_seqs=4)
+    glm = load_model_config("zai-org/GLM-5")
+    for config, keywords in ((CONFIG, {"max_num_seqs": 4}), (CONFIG, {"block_size": 256}), (glm, {})):
+        boot.start(config, **keywords).folder.cleanup()
     assert [one.get("block_size") for one in asked] == [128, 256, None] and len(prepared) == 2
     assert asked[0]["config"]["architectures"] == [msa.BACKBONE] and asked[0]["max_num_seqs"] == 4
     assert asked[2]["config"]["architectures"] == ["GlmMoeDsaForCausalLM"]
