@@ -235,12 +235,13 @@ def test_facts_are_of_the_visible_card() -> None:
 
     def two_cards(command: Any) -> str | None:
         asked.append(list(command))
-        return f"{LINE}\n" if any(part.startswith("--id=") for part in command) else f"{LINE}\n{LINE}\n"
+        return f"{LINE}\n" if command[-1] in ("--id=GPU-1", "--id=1") else None
 
-    assert card._query(["name"], "GPU-1", two_cards) == LINE
+    assert card._query(["name"], ["GPU-1", "0"], two_cards) == LINE
     assert asked == [["nvidia-smi", "--query-gpu=name", "--format=csv,noheader,nounits", "--id=GPU-1"]]
-    assert card._query(["name"], None, two_cards) is None, "one of two cards, and nothing says which"
-    assert card._query(["name"], "GPU-9", lambda command: None if len(command) == 4 else LINE) == LINE
+    assert card._query(["name"], ["GPU-unknown", "1"], two_cards) == LINE
+    assert card._query(["name"], [None, "0"], two_cards) is None
+    assert card._query(["name"], ["0"], lambda command: f"{LINE}\n{LINE}\n") is None
     facts = card._facts(LINE.replace("312.5", "[N/A]"))
     assert (facts["name"], facts["sm_clock_mhz"], facts["power_limit_w"]) == ("NVIDIA H200", 1965.0, 700.0)
     assert "power_w" not in facts

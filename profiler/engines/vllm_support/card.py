@@ -31,13 +31,16 @@ def visible_id() -> str | None:
         uuid = ""
     if uuid:
         return uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
-    listed = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip()
-    return listed or None
+    return _visible_number()
+
+
+def _visible_number() -> str | None:
+    return os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip() or None
 
 
 def gpu_facts() -> dict[str, Any]:
     """Name, driver, clocks, power and limits of the visible GPU as nvidia-smi reports them at this moment."""
-    text = _query([field for field, _, _ in _FIELDS], visible_id(), _run)
+    text = _query([field for field, _, _ in _FIELDS], [visible_id(), _visible_number() or "0"], _run)
     if text is None:
         import torch
 
@@ -59,12 +62,16 @@ def _facts(line: str) -> dict[str, Any]:
     return facts
 
 
-def _query(fields: Sequence[str], gpu: str | None, run: Callable[[Sequence[str]], str | None]) -> str | None:
-    """The line of one GPU; None when nvidia-smi is absent, or lists several and none by the name `gpu`."""
+def _query(
+    fields: Sequence[str], names: Sequence[str | None], run: Callable[[Sequence[str]], str | None]
+) -> str | None:
+    """The line of the first of `names` that nvidia-smi knows; None when it knows none, or is absent."""
     command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
-    found = run([*command, f"--id={gpu}"]) if gpu else None
-    lines = (found if found is not None else run(command) or "").strip().splitlines()
-    return lines[0] if len(lines) == 1 else None
+    for gpu in names:
+        lines = (run([*command, f"--id={gpu}"]) or "").strip().splitlines() if gpu else []
+        if len(lines) == 1:
+            return lines[0]
+    return None
 
 
 def _run(command: Sequence[str]) -> str | None:
