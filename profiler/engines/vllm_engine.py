@@ -12,7 +12,7 @@ from typing import Any
 
 from profiler.core.errors import AcquisitionError, unknown
 from profiler.core.shots import MoeBatch, Shot
-from profiler.core.stack import stack_of
+from profiler.core.stack import stack_of, text_config
 from profiler.core.types import ModelSpec
 from profiler.engines.base import EngineInfo, EngineOptions, KernelSample, PowerTarget, ShotResult
 from profiler.engines.vllm_support import (
@@ -85,7 +85,7 @@ class VllmEngine:
         self._annotate()
         self._recorder: recorder.Recorder | None = None
         generator = torch.Generator().manual_seed(state.SEED)
-        vocab = int(config.get("vocab_size", 32000))
+        vocab = int(text_config(config)["vocab_size"])
         length = options.max_model_len + 8192 * 8
         self._tokens = torch.randint(0, vocab, (length,), generator=generator, dtype=torch.int32).numpy()
         self._slices: dict[int, experts.ExpertSlice] = {}
@@ -93,6 +93,20 @@ class VllmEngine:
         self._expert_inputs: dict[MoeBatch, tuple[Any, Any, Any]] = {}
         self._finished: set[str] = set()
         self._steps = 0
+        if msa.is_msa(config):
+            self._tune()
+
+    def _tune(self) -> None:
+        """Lets kernels that tune themselves on the first batch they meet do so on one of usual size."""
+        import torch
+
+        options = self._options
+        sizes = (options.max_model_len - 1, options.max_num_batched_tokens, options.max_num_seqs)
+        started = time.monotonic()
+        for requests in msa.tuning_batches(*sizes):
+            self._step(Shot(fills=(), requests=requests))
+            torch.cuda.synchronize()
+        print(f"kernels tuned in {time.monotonic() - started:.0f} s", file=sys.stderr)
 
     def info(self) -> EngineInfo:
         import torch

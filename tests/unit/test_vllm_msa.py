@@ -253,6 +253,18 @@ def test_without_overlap_only_the_answer_about_dependent_launches_changes() -> N
         _ = plain.absent
 
 
+@pytest.mark.parametrize(
+    ("limits", "batches"),
+    [
+        ((1 << 20, 16384, 256), (((8192, 24576),), ((1, 32767),) * 32)),
+        ((4096, 1024, 8), (((1024, 3072),), ((1, 4095),) * 8)),
+        ((512, 8192, 4), (((512, 0),), ((1, 511),) * 4)),
+    ],
+)
+def test_kernels_are_tuned_on_batches_within_the_limits(limits: tuple[int, int, int], batches: Any) -> None:
+    assert msa.tuning_batches(*limits) == batches
+
+
 def test_weights_of_norms_that_add_one_are_found_by_their_class() -> None:
     class MiniMAXGemmaRMSNorm(torch.nn.Module):  # type: ignore[misc]
         pass

@@ -9,8 +9,13 @@ from profiler.core.stack import text_config
 
 MODEL_TYPE = "minimax_m3_vl"
 BACKBONE = "MiniMaxM3SparseForCausalLM"
-# What differs from the engine as it comes.
-SETTINGS: Mapping[str, str] = {"selection_buffer": "heads first", "programmatic_dependent_launch": "off"}
+TUNING_TOKENS = 32_768
+# What differs from the engine as it comes, and what its Triton kernels are tuned on.
+SETTINGS: Mapping[str, str | int] = {
+    "selection_buffer": "heads first",
+    "programmatic_dependent_launch": "off",
+    "triton_tuned_at_tokens": TUNING_TOKENS,
+}
 _MARK = "_sparsight_heads_first"
 
 
@@ -66,6 +71,17 @@ def hand_over_heads_first(attention: Any) -> None:
 
     attention.__init__ = initialise
     setattr(attention, _MARK, True)
+
+
+def tuning_batches(longest: int, batched_tokens: int, sequences: int) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """A prefill's last chunk and a decode batch, both at TUNING_TOKENS where the limits allow, as (new, context).
+
+    The top-k kernels tune themselves once per process, on the first batch that they meet. On one of a few tokens they
+    would take the narrowest tiles and keep them for every context, as no server with real prompts does.
+    """
+    length = min(TUNING_TOKENS, longest)
+    chunk = min(8192, batched_tokens, length)
+    return ((chunk, length - chunk),), ((1, length - 1),) * min(32, sequences, batched_tokens)
 
 
 class Plain:
