@@ -52,10 +52,10 @@ def in_memory(switch: trace.Switch) -> Recorder:
     """Ranges and device activities alone, from the profiler's events where they are."""
 
     def record(block: Callable[[], object]) -> Times:
-        import torch
+        from torch._C import _autograd
 
         result = _ranges_and_device(switch, block)
-        return trace.kernel_times_of(result.events(), torch.autograd.DeviceType.CPU)
+        return trace.kernel_times_of(result.events(), _autograd.DeviceType.CPU)
 
     return record
 
