@@ -43,8 +43,8 @@ def sample_power(engine: Engine, runs: Sequence[Run], spec: ModelSpec, binding: 
 def power_targets(runs: Sequence[Run], spec: ModelSpec, binding: Binding) -> list[PowerTarget]:
     """Targets from passes that the runs measured: of each, the module where a class spends the most time.
 
-    A large decode batch, a long prefill behind a context and a prefill on the dense path are looked at; experts run as
-    a shot of their own, on all experts.
+    A large decode batch, a long prefill behind a context and a prefill on the dense path are looked at; whole
+    experts run as a shot of their own, at tp 1.
     """
     measured = latest(runs)
     match = matcher(binding.rules(stack_spec(spec, runs[-1].info)))
@@ -65,7 +65,7 @@ def power_targets(runs: Sequence[Run], spec: ModelSpec, binding: Binding) -> lis
         for category, (_, module) in best.items():
             if category != "moe":
                 found.setdefault((category, phase), PowerTarget(category, phase, shot, module))
-    if spec.moe is not None and any(shot.moe is not None for shot in runs[-1].shots):
+    if spec.moe is not None and runs[-1].tp == 1:
         for phase, tokens in _EXPERT_TOKENS.items():
             found["moe", phase] = PowerTarget("moe", phase, Shot((), moe=MoeBatch(1, tokens)), None)
     return list(found.values())

@@ -72,10 +72,13 @@ def test_the_module_of_most_time_stands_for_its_class() -> None:
     assert targets["moe", "decode"].shot.moe == MoeBatch(1, 256)
 
 
-def test_a_module_of_several_classes_stands_for_none_and_no_experts_are_run_without_expert_shots() -> None:
+def test_a_module_of_several_classes_stands_for_none_and_cut_experts_are_not_run() -> None:
     operator = f"{ATTENTION}.indexer.indexer_op"
     mixed = ((operator, "topk", 60.0), (operator, "indexer_k_quant_and_cache", 50.0))
-    assert power_targets([run_of(shot(8, 1, 99), kernels=mixed)], SPEC, vllm_decomposed_dsa) == []
+    run = run_of(shot(8, 1, 99), kernels=mixed)
+    assert {target.category for target in power_targets([run], SPEC, vllm_decomposed_dsa)} == {"moe"}
+    run.tp = 8
+    assert power_targets([run], SPEC, vllm_decomposed_dsa) == []
 
 
 def sensor_of(watts: list[float]) -> sampling.Sensor:
@@ -197,7 +200,7 @@ def test_power_is_sampled_once_and_a_failure_costs_no_table(capsys: pytest.Captu
 
     run = run_of(shot(256, 1, 16_383))
     assert sample_power(SimpleNamespace(power=power), [run], SPEC, vllm_decomposed_dsa) == POWER
-    assert {target.category for target in asked[0]} == {"dense", "sparse_attention", "indexer", "per_sequence"}
+    assert {target.category for target in asked[0]} == {"dense", "sparse_attention", "indexer", "per_sequence", "moe"}
     assert sample_power(SimpleNamespace(), [run], SPEC, vllm_decomposed_dsa) is None
 
     def breaks(targets: list[PowerTarget], seconds: float) -> dict[str, Any]:
