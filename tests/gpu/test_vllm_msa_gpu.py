@@ -1,6 +1,6 @@
 """vLLM's block-sparse kernels on batches of every kind, with the buffer of selected blocks heads first.
 
-Against a float32 twin: python -m pytest tests/gpu/test_vllm_msa.py -m gpu -s
+Against a float32 twin: python -m pytest tests/gpu/test_vllm_msa_gpu.py -m gpu -s
 As vLLM 0.26 allocates the buffer the same batch writes to an illegal address, which a process of its own shows.
 """
 
