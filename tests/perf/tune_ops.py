@@ -11,8 +11,10 @@ import json
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -184,32 +186,37 @@ def work(found: list[Candidate], share: list[int]) -> None:
         case = found[index].case
         if case not in setups:
             setups[case] = CASES[case][1]()
-        print(json.dumps({"index": index, "note": _try(found[index], setups[case])}), flush=True)
+        note = _try(found[index], setups[case])
+        print(json.dumps({"index": index, "note": note}), flush=True)
+        if "CUDA error" in note:
+            # Nothing runs in this process any more.
+            return
 
 
 def trials(found: list[Candidate], only: str, limit_s: float) -> list[str]:
     """What is wrong with each candidate, from workers that are ended after limit_s."""
-    notes = ["not tried in time"] * len(found)
+    notes = ["not tried: its worker ended before"] * len(found)
     own = [sys.executable, str(Path(__file__).resolve()), "--only", only, "--share"]
     deadline = time.monotonic() + limit_s
-    workers = [
-        subprocess.Popen(
-            [*own, ",".join(map(str, share))], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=1
-        )
-        for share in _shares(found)
-    ]
-    for worker in workers:
-        try:
-            out, err = worker.communicate(timeout=max(0.1, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            worker.kill()
-            out, err = worker.communicate()
-        for text in out.splitlines():
-            if text.startswith('{"index"'):
-                line = json.loads(text)
-                notes[line["index"]] = line["note"]
-        if worker.returncode not in (0, -9):
-            print(f"a worker ended with {worker.returncode}: {err[-1500:]}", file=sys.stderr)
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as files:
+        workers = []
+        # Files and not pipes: a compiler may print a whole kernel, and a full pipe would hold its worker up.
+        for number, share in enumerate(_shares(found)):
+            log = Path(folder) / str(number)
+            out, err = (files.enter_context(log.with_suffix(end).open("w")) for end in (".out", ".err"))
+            workers.append((subprocess.Popen([*own, ",".join(map(str, share))], stdout=out, stderr=err), log))
+        for worker, log in workers:
+            try:
+                worker.wait(max(0.1, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                worker.kill()
+                worker.wait()
+            for text in log.with_suffix(".out").read_text().splitlines():
+                if text.startswith('{"index"'):
+                    line = json.loads(text)
+                    notes[line["index"]] = line["note"]
+            if worker.returncode not in (0, -9):
+                print(f"a worker ended with {worker.returncode}: {log.with_suffix('.err').read_text()[-1500:]}")
     return notes
 
 
