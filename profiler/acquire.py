@@ -20,6 +20,7 @@ from profiler.core.shots import Shot
 from profiler.core.types import Category, ModelSpec, Parallel
 from profiler.engines.base import Engine, EngineOptions, ShotResult, create_engine, find_binding, most_repeats
 from profiler.kernels._axes import Limits
+from profiler.kernels._placement import ran_of
 from profiler.kernels.moe import local_experts
 from profiler.power import sample_power, with_power
 from profiler.recheck import suspects
@@ -334,7 +335,8 @@ def publish(
     }
     if tables:
         own = {category: table for (at, category), table in there.items() if at == tp} | dict(acquired.tables)
-        fitted = fit_skew(own, target.spec) if "skew" in own else None
+        ran = ran_of(bundle_meta(runs, target.spec, acquired, binding), target.spec, tp)
+        fitted = fit_skew(own, target.spec, ran) if "skew" in own else None
         if fitted:
             name = f"tp{tp}/skew"
             entry = acquired.grid.get(name) or (bundle.meta["grid"].get(name) if bundle else None) or {}

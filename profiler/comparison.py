@@ -11,11 +11,12 @@ from typing import TypeVar
 
 from profiler.core.bundle import Bundle, Table
 from profiler.core.errors import ConfigError, CoverageError
-from profiler.core.grid import Curve, Grid, Outside, batch_rows, curve, decode_grid, prefill_grid
+from profiler.core.grid import Curve, Grid, Outside, batch_rows, curve
 from profiler.core.grid_moe import moe_grid
 from profiler.core.modules import granularity, module_kinds, module_parts
 from profiler.core.registry import load_model
 from profiler.core.types import Category, ModelSpec
+from profiler.kernels._placement import decode_lookup, prefill_lookup, ran_of
 from profiler.timing import percentile
 
 _ATTENTION_LIKE: tuple[Category, ...] = ("attention", "indexer", "sparse_attention")
@@ -95,9 +96,10 @@ class Lookup:
         if (category, name) not in self._grids:
             rows = self._made(category, lambda table, out: batch_rows(table, name), name) or []
             out = Outside(name, "-")
+            ran = ran_of(self.bundle.meta, self.spec, self.tp)
             self._grids[category, name] = (
-                _made_or_none(lambda: prefill_grid(rows, out)),
-                _made_or_none(lambda: decode_grid(rows, out)),
+                _made_or_none(lambda: prefill_lookup(rows, name, self.spec, ran, out)),
+                _made_or_none(lambda: decode_lookup(rows, name, ran, out)),
             )
         prefill, decode = self._grids[category, name]
         if chunk:

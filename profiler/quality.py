@@ -2,25 +2,28 @@
 
 Everything here is computed from a table alone, so it says the same of a bundle read back as of one just measured.
 
-Leave-one-out: each inner point of a row is predicted from its two neighbours along that axis by the straight line that
-lookups use, and compared with what was measured. Neighbours are twice as far apart there as in a lookup, so the error
-is an upper bound of the error between points where time is smooth (a quarter of it for a constant curvature).
+Leave-one-out: each inner point of a row is predicted from its two neighbours along that axis as lookups do, straight in
+the work between them (profiler.kernels._placement), and compared with what was measured. Neighbours are twice as far
+apart there as in a lookup, so the error is an upper bound of the error between points where time is smooth (a quarter
+of it for a constant curvature).
 
 Where a kernel changes its way of working (`profiler.kernels._breaks`) no line leads across, and none is judged.
 """
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Final
 
 from profiler.core.bundle import Table
+from profiler.core.grid import share_of
 from profiler.core.tables import KEY_COLUMNS
 from profiler.core.types import ModelSpec
 from profiler.kernels._breaks import breaks, jumps
 from profiler.kernels._components import ATTENTION_LIKE
+from profiler.kernels._placement import Ran, decode_work, prefill_work
 from profiler.timing import percentile
 
 # Below this a cell is a few launches of the shortest kernels, and its spread that of the clock.
@@ -114,14 +117,29 @@ def _inner(line: Line) -> Iterator[tuple[Point, Point, Point]]:
             yield low, point, high
 
 
-def leave_one_out(line: Line) -> list[float]:
-    """Relative errors of the straight line between neighbours at each inner point."""
+def leave_one_out(line: Line, ran: Ran | None = None) -> list[float]:
+    """Relative errors of what lookups make of each inner point from its neighbours. ran: what ran the kernels."""
+    work = _work_along(line, ran)
     errors = []
     for low, point, high in _inner(line):
         share = (point.at - low.at) / (high.at - low.at)
+        if work is not None:
+            share = share_of(work(low.at), work(point.at), work(high.at), share)
         predicted = low.time_us + (high.time_us - low.time_us) * share
         errors.append(abs(predicted - point.time_us) / point.time_us)
     return errors
+
+
+def _work_along(line: Line, ran: Ran | None) -> Callable[[float], float] | None:
+    """What time runs straight in along the line."""
+    work = prefill_work(line.kernel, ran) if line.axis in _PREFILL_AXES else None
+    work = decode_work(line.kernel, ran) if line.axis in _DECODE_AXES else work
+    if work is None:
+        return None
+    at = work.prefill if line.axis in _PREFILL_AXES else work.decode
+    if line.axis in (_PREFILL_AXES[0], _DECODE_AXES[0]):
+        return lambda x: at(x, line.other)
+    return lambda x: at(line.other, x)
 
 
 def _off(line: Line) -> Iterator[tuple[Point, bool]]:
@@ -163,12 +181,13 @@ def open_changes(line: Line) -> int:
     return sum(first <= at < last and not all(at + step in has for step in needed) for at in line.breaks)
 
 
-def quality(table: Table, spec: ModelSpec) -> dict[str, Any]:
+def quality(table: Table, spec: ModelSpec, ran: Ran | None = None) -> dict[str, Any]:
     """What meta.yaml keeps of a table. Shares are relative; a figure without any value behind it is left out.
 
     spread: p50 and p90 over the cells of JUDGED_FROM_US and more. leave_one_out: p50, p90 and number of errors, over
-    all axes and for each. disorder: pairs in which more keys take less time, and all pairs. outliers: cells unlike
-    their neighbours. open_changes: kernel changes without a point on both sides, per kernel and axis.
+    all axes, for each, and of an attention-like table for each kernel along each. disorder: pairs in which more keys
+    take less time, and all pairs. outliers: cells unlike their neighbours. open_changes: kernel changes without a point
+    on both sides, per kernel and axis.
     """
     times, spreads = table.columns["time_us"], table.columns["spread_rel"]
     judged = [
@@ -180,10 +199,13 @@ def quality(table: Table, spec: ModelSpec) -> dict[str, Any]:
     if judged:
         found["spread_from_20_us"] = _percentiles(judged)
     errors: dict[str, list[float]] = defaultdict(list)
+    by_kernel: dict[str, list[float]] = defaultdict(list)
     wrong = pairs = 0
     open_at: dict[str, int] = defaultdict(int)
     for line in lines(table, spec):
-        errors[line.axis] += leave_one_out(line)
+        own = leave_one_out(line, ran)
+        errors[line.axis] += own
+        by_kernel[f"{line.kernel} {line.axis}"] += own
         if line.axis in (_PREFILL_AXES[1], _DECODE_AXES[1]):
             wrong, pairs = (a + b for a, b in zip((wrong, pairs), disorder(line), strict=True))
         if changes := open_changes(line):
@@ -193,6 +215,8 @@ def quality(table: Table, spec: ModelSpec) -> dict[str, Any]:
         found["leave_one_out"] = _percentiles(together) | {
             axis: _percentiles(one) for axis, one in errors.items() if one
         }
+        if len(by_kernel) > len(errors) and table.category in ATTENTION_LIKE:
+            found["leave_one_out"]["kernels"] = {name: _percentiles(one) for name, one in by_kernel.items() if one}
     if pairs:
         found["disorder"] = {"pairs": pairs, "wrong": wrong}
     found["outliers"] = len(outliers(table, spec))

@@ -26,10 +26,11 @@ from typing import Any, Final
 from profiler.core.batch_text import Batch, parse_batch
 from profiler.core.bundle import Table
 from profiler.core.errors import CoverageError
-from profiler.core.grid import Grid, Outside, batch_rows, decode_grid, fixed_us, prefill_grid
+from profiler.core.grid import Grid, Outside, batch_rows, fixed_us
 from profiler.core.skew_fit import SkewFit
 from profiler.core.types import Category, ModelSpec
 from profiler.kernels._components import ATTENTION_LIKE, categories_of
+from profiler.kernels._placement import Ran, decode_lookup, prefill_lookup, steps_of
 from profiler.timing import percentile
 
 _DIGITS: Final = 4
@@ -46,11 +47,13 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """The tables that a kernel's batches are compared with; None where it has no such cells. cap_tokens 0 is no cap."""
+    """The tables that a kernel's batches are compared with; None where it has no such cells. cap_tokens 0 is no cap.
+    fixed_us: of a launch with prefills (profiler.core.grid.fixed_us)."""
 
     prefill: Grid | None
     decode: Grid | None
     cap_tokens: int
+    fixed_us: float = 0.0
 
     def keys(self, batch: Batch) -> list[int]:
         return [min(keys, self.cap_tokens) if self.cap_tokens else keys for keys in batch.decode_keys]
@@ -68,8 +71,8 @@ class Fitted:
     report: Mapping[str, Any]
 
 
-def fit_skew(tables: Mapping[Category, Table], spec: ModelSpec) -> Fitted:
-    """Fits every kernel of the table "skew" against its own table; kernels are never pooled.
+def fit_skew(tables: Mapping[Category, Table], spec: ModelSpec, ran: Ran | None = None) -> Fitted:
+    """Fits every kernel of the table "skew" against its own table; kernels are never pooled. ran: what ran them.
 
     Batches outside a kernel's table cannot be compared with it; their number is reported as `outside`.
     """
@@ -77,7 +80,7 @@ def fit_skew(tables: Mapping[Category, Table], spec: ModelSpec) -> Fitted:
     fits: list[SkewFit] = []
     report: dict[str, Any] = {}
     for name, batches in by_kernel.items():
-        kernel = _kernel(tables, spec, name)
+        kernel = _kernel(tables, spec, name, ran)
         if kernel is None:
             continue
         own, found = _fit_kernel(name, kernel, batches)
@@ -97,16 +100,16 @@ def _measured(table: Table) -> dict[str, list[Measured]]:
     return found
 
 
-def _kernel(tables: Mapping[Category, Table], spec: ModelSpec, name: str) -> Kernel | None:
+def _kernel(tables: Mapping[Category, Table], spec: ModelSpec, name: str, ran: Ran | None) -> Kernel | None:
     category = categories_of(spec).get(name)
     if category not in ATTENTION_LIKE or category not in tables:
         return None
     rows, outside = batch_rows(tables[category], name), Outside(name, "python -m profiler profile")
     cap = spec.indexer.attended_cap_tokens if spec.indexer and category == "sparse_attention" else 0
     prefills, decodes = any(row.chunk for row in rows), any(row.requests for row in rows)
-    return Kernel(
-        prefill_grid(rows, outside) if prefills else None, decode_grid(rows, outside) if decodes else None, cap
-    )
+    prefill = prefill_lookup(rows, name, spec, ran, outside) if prefills else None
+    decode = decode_lookup(rows, name, ran, outside) if decodes else None
+    return Kernel(prefill, decode, cap, fixed_us(prefill, steps_of(spec, name)) if prefill else 0.0)
 
 
 def _fit_kernel(name: str, kernel: Kernel, batches: Sequence[Measured]) -> tuple[list[SkewFit], dict[str, Any]]:
@@ -202,8 +205,7 @@ def _parts(kernel: Kernel, batch: Batch) -> Iterator[float]:
 
 
 def _once(kernel: Kernel, batch: Batch) -> float:
-    assert kernel.prefill is not None
-    fixed = fixed_us(kernel.prefill)
+    fixed = kernel.fixed_us
     return fixed + sum(max(0.0, part - fixed) for part in _parts(kernel, batch))
 
 

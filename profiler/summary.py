@@ -4,11 +4,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from profiler.core.bundle import Bundle, Table
+from profiler.core.bundle import Bundle
 from profiler.core.errors import ConfigError
 from profiler.core.registry import load_model
 from profiler.core.tables import KEY_COLUMNS
 from profiler.core.types import Category, ModelSpec
+from profiler.kernels._placement import ran_of
 from profiler.quality import quality
 
 
@@ -29,7 +30,7 @@ class TableSummary:
 def summarise(bundle: Bundle) -> list[TableSummary]:
     """Every table, by tp and category; quality is computed from the tables themselves."""
     spec = model_of(bundle)
-    return [_table(tp, category, bundle.tables[tp, category], spec) for tp, category in sorted(bundle.tables)]
+    return [_table(tp, category, bundle, spec) for tp, category in sorted(bundle.tables)]
 
 
 def model_of(bundle: Bundle) -> ModelSpec | None:
@@ -40,14 +41,15 @@ def model_of(bundle: Bundle) -> ModelSpec | None:
         return None
 
 
-def _table(tp: int, category: Category, table: Table, spec: ModelSpec | None) -> TableSummary:
+def _table(tp: int, category: Category, bundle: Bundle, spec: ModelSpec | None) -> TableSummary:
+    table = bundle.tables[tp, category]
     axes = {
         name: tuple(sorted({float(value) for value in table.columns[name]}))
         for name in KEY_COLUMNS[category][1:]
         if not any(isinstance(value, str) for value in table.columns[name])
     }
     times = [float(value) for value in table.columns["time_us"]]
-    found = quality(table, spec) if spec else {}
+    found = quality(table, spec, ran_of(bundle.meta, spec, tp)) if spec else {}
     return TableSummary(tp, category, len(table), table.names, axes, min(times), max(times), found)
 
 

@@ -22,6 +22,7 @@ from profiler.core.units import MIB
 from profiler.engines.base import Binding, EngineInfo
 from profiler.kernels._axes import Limits
 from profiler.kernels._components import categories_of
+from profiler.kernels._placement import Ran, ran_of
 from profiler.quality import quality
 from profiler.recheck import check_outliers
 from profiler.samples import Run
@@ -105,8 +106,9 @@ def tabulate(runs: Sequence[Run], spec: ModelSpec, binding: Binding, categories:
     reasons = {category: tuple(lines) for category, lines in refused.items() if lines and category in wanted}
     not_run = [shot for index, shot in enumerate(shots) if index not in results]
     grid = _grid(runs, tables, bound, reasons, not_run)
+    ran = _ran(runs[-1], spec)
     for category, table in tables.items():
-        own = quality(table, spec) | ({"confirmed": found} if (found := unlike.confirmed.get(category)) else {})
+        own = quality(table, spec, ran) | ({"confirmed": found} if (found := unlike.confirmed.get(category)) else {})
         grid[f"tp{runs[-1].tp}/{category}"]["quality"] = own
     if "attention" in tables and any(shot.regime == "dense" for shot in shots):
         grid[f"tp{runs[-1].tp}/attention"]["dense_prefill"] = {
@@ -123,6 +125,18 @@ def _needed(run: Run, spec: ModelSpec, categories: Sequence[Category]) -> Collec
         return ()
     limits = Limits(**known | {"ep_degrees": tuple(known["ep_degrees"])})
     return contained(spec, limits, categories)
+
+
+def _ran(run: Run, spec: ModelSpec) -> Ran | None:
+    dense = {"dense_prefill": {"longer_than_tokens": decode_threshold_tokens(run.info)}}
+    meta = {
+        "provenance": "measured",
+        "hardware": run.hardware,
+        "engine": {"name": run.info.name},
+        "kv": run.info.kv,
+        "grid": {f"tp{run.tp}/attention": dense},
+    }
+    return ran_of(meta, spec, run.tp)
 
 
 def _of_model(measured: Latest, spec: ModelSpec) -> Latest:

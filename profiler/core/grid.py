@@ -1,8 +1,9 @@
 """Tables as grids: piecewise linear lookups over nested lists, with bounds that are never crossed silently.
 
 Why piecewise linear: on the stored tables, leaving out every inner point and predicting it from its neighbours, linear
-interpolation has a median error of 1 to 2 % along keys and requests and beats log-log interpolation and a quadratic
-term for causal chunks, since real kernels grow in tiles and waves rather than smoothly.
+interpolation has a median error of 1 to 2 % along keys and requests and beats log-log interpolation, since real kernels
+grow in tiles and waves rather than smoothly. Where these are known, time runs straight in the work of a batch rather
+than in its size (profiler.core.grid_work), and the lookup is a line through the bends of that work.
 
 What happens off the full rectangle. A grid is a list of rows (one per chunk, batch or pair count), each with points
 of its own. Between two rows both are read at the same second coordinate. Where one of them has no point there, both
@@ -25,6 +26,7 @@ from dataclasses import dataclass, field
 
 from profiler.core.bundle import Table
 from profiler.core.errors import CoverageError
+from profiler.core.grid_work import Work
 
 # Rows (queries) and columns (keys) of the smallest tensor-core product, m16n8k16, in tokens.
 TILE_TOKENS = 16
@@ -102,13 +104,20 @@ def _line(xs: Sequence[float], ts: Sequence[float], x: float) -> float:
     return t0 + (ts[i] - t0) * (x - x0) / (xs[i] - x0)
 
 
+def share_of(first: float, here: float, last: float, otherwise: float) -> float:
+    """How far `here` is from `first` to `last`; `otherwise` where work does not grow that way."""
+    return (here - first) / (last - first) if first < last and first <= here <= last else otherwise
+
+
 @dataclass(frozen=True, slots=True)
 class Grid:
     """Time against two coordinates, as rows of points. A full rectangle keeps one `ys` for all rows.
 
     slide(x, y, other_x): the second coordinate at which another row answers for (x, y) where rows end unevenly.
     place: the monotone function of the first coordinate in which time runs straight between two rows read that way;
-    None where it is the coordinate itself.
+    None where it is the coordinate itself. work(x, y): what time runs straight in between two neighbouring points,
+    wherever it grows there; bends(x, last): second coordinates up to `last` between which it is straight at one x, and
+    straight_until(x) how far.
     """
 
     axes: tuple[str, str]
@@ -119,7 +128,11 @@ class Grid:
     outside: Outside
     rectangular: bool
     place: Callable[[float], float] | None = None
-    _cuts: dict[float, tuple[tuple[float, ...], tuple[float, ...]]] = field(
+    work: Callable[[float, float], float] | None = None
+    bends: Callable[[int, float], Iterable[float]] | None = None
+    straight_until: Callable[[int], float] | None = None
+    _shared: dict[tuple[int, int], list[float]] = field(default_factory=dict, compare=False, repr=False)
+    _cuts: dict[float, tuple[Sequence[float], list[float | None]]] = field(
         default_factory=dict, compare=False, repr=False
     )
 
@@ -132,23 +145,44 @@ class Grid:
             ys, ts = cut
             if ys and ys[0] <= y <= ys[-1]:
                 j = bisect_left(ys, y) or 1
-                y0, t0 = ys[j - 1], ts[j - 1]
-                return t0 + (ts[j] - t0) * (y - y0) / (ys[j] - y0)
+                y0, t0, t1 = ys[j - 1], ts[j - 1], ts[j]
+                if t0 is None:
+                    t0 = ts[j - 1] = self._at(x, y0)
+                if t1 is None:
+                    t1 = ts[j] = self._at(x, ys[j])
+                return t0 + (t1 - t0) * (y - y0) / (ys[j] - y0)
         return self._at(x, y)
 
-    def _cut(self, x: float) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    def _cut(self, x: float) -> tuple[Sequence[float], list[float | None]]:
         """The points of the line through the grid at `x` where both neighbouring rows are read at the same y.
 
-        Lookups come at few different x, which are whole numbers, so that most of them need only this line.
+        Lookups come at few different x, which are whole numbers, so that most of them need only this line. Its times
+        are read when they are needed.
         """
         xs = self.xs
         i = bisect_left(xs, x)
         if i == len(xs) or (i == 0 and xs[0] != x):
-            return (), ()
-        rows = [self.ys[i]] if xs[i] == x else [self.ys[i - 1], self.ys[i]]
-        first, last = max(ys[0] for ys in rows), min(ys[-1] for ys in rows)
-        points = sorted({y for ys in rows for y in ys if first <= y <= last})
-        return (tuple(points), tuple(self._at(x, y) for y in points)) if len(points) > 1 else ((), ())
+            return (), []
+        first = i if xs[i] == x else i - 1
+        ys = self._shared.get((first, i))
+        if ys is None:
+            ys = self._shared[first, i] = self._shared_points(first, i)
+        if len(ys) < 2:
+            return (), []
+        if self.straight_until is not None and (end := self.straight_until(int(x))) < ys[-1]:
+            ys = [*(y for y in ys if y < end), end]
+            if len(ys) < 2:
+                return (), []
+        return ys, [None] * len(ys)
+
+    def _shared_points(self, first: int, last: int) -> list[float]:
+        """Every point and bend of two rows where both have an answer."""
+        low = max(self.ys[first][0], self.ys[last][0])
+        high = min(self.ys[first][-1], self.ys[last][-1])
+        points = {*self.ys[first], *self.ys[last]}
+        if self.bends is not None:
+            points.update(*(self.bends(int(self.xs[i]), high) for i in (first, last)))
+        return sorted(y for y in points if low <= y <= high)
 
     def _at(self, x: float, y: float) -> float:
         xs = self.xs
@@ -159,7 +193,7 @@ class Grid:
             return self._beyond(x, y)
         u = (x - xs[i - 1]) / (xs[i] - xs[i - 1])
         ys = self.ys[i]
-        if self.rectangular and ys[0] <= y <= ys[-1] and len(ys) > 1:
+        if self.work is None and self.rectangular and ys[0] <= y <= ys[-1] and len(ys) > 1:
             j = bisect_left(ys, y) or 1
             v = (y - ys[j - 1]) / (ys[j] - ys[j - 1])
             low, high = self.ts[i - 1], self.ts[i]
@@ -202,16 +236,28 @@ class Grid:
         if reading is None:
             self._refuse(x, y)
             reading = y, y
+        elif self.work is not None:
+            x0, x1 = self.xs[i - 1], self.xs[i]
+            u = share_of(self.work(x0, reading[0]), self.work(x, y), self.work(x1, reading[1]), u)
         elif self.place is not None and reading[0] != reading[1]:
             first = self.place(self.xs[i - 1])
             u = (self.place(x) - first) / (self.place(self.xs[i]) - first)
-        low = _line(self.ys[i - 1], self.ts[i - 1], reading[0])
-        return max(0.0, low + (_line(self.ys[i], self.ts[i], reading[1]) - low) * u)
+        low = self._read(i - 1, reading[0])
+        return max(0.0, low + (self._read(i, reading[1]) - low) * u)
+
+    def _read(self, i: int, y: float) -> float:
+        """Row i at y."""
+        ys, ts, work = self.ys[i], self.ts[i], self.work
+        if work is None or not ys[0] <= y <= ys[-1] or len(ys) == 1:
+            return _line(ys, ts, y)
+        j = bisect_left(ys, y) or 1
+        x, y0, y1 = self.xs[i], ys[j - 1], ys[j]
+        return ts[j - 1] + (ts[j] - ts[j - 1]) * share_of(work(x, y0), work(x, y), work(x, y1), (y - y0) / (y1 - y0))
 
     def _row(self, i: int, x: float, y: float) -> float:
         if not self._holds(i, y):
             self._refuse(x, y)
-        return max(0.0, _line(self.ys[i], self.ts[i], y))
+        return max(0.0, self._read(i, y))
 
     def _beyond(self, x: float, y: float) -> float:
         self._refuse(x, y)
@@ -239,6 +285,9 @@ def make_grid(
     slide: Slide,
     outside: Outside,
     place: Callable[[float], float] | None = None,
+    work: Callable[[float, float], float] | None = None,
+    bends: Callable[[int, float], Iterable[float]] | None = None,
+    straight_until: Callable[[int], float] | None = None,
 ) -> Grid:
     """A grid from (x, y, microseconds). Raises CoverageError when there is no point."""
     rows: dict[float, dict[float, float]] = {}
@@ -249,7 +298,7 @@ def make_grid(
     xs = tuple(sorted(rows))
     ys = tuple(tuple(sorted(rows[x])) for x in xs)
     ts = tuple(tuple(rows[x][y] for y in row) for x, row in zip(xs, ys, strict=True))
-    return Grid(axes, xs, ys, ts, slide, outside, len(set(ys)) == 1, place)
+    return Grid(axes, xs, ys, ts, slide, outside, len(set(ys)) == 1, place, work, bends, straight_until)
 
 
 def equal_end(x: float, y: float, other: float) -> float:
@@ -305,16 +354,28 @@ def batch_rows(table: Table, name: str, decode_query_tokens: int = 1) -> list[Ba
     ]
 
 
-def prefill_grid(rows: Iterable[BatchRow], outside: Outside) -> Grid:
-    """Chunk x context of one request alone in the step."""
+def prefill_grid(
+    rows: Iterable[BatchRow], outside: Outside, work: Work | None = None, steps: Sequence[int] = ()
+) -> Grid:
+    """Chunk x context of one request alone in the step. steps: last chunks before another kernel takes over."""
     points = [(float(r.chunk), float(r.context), r.time_us) for r in rows if r.chunk and not r.requests]
-    return make_grid(("prefill_chunk_tokens", "prefill_context_tokens"), repeat_first_chunk(points), equal_end, outside)
+    points = repeat_behind_steps(repeat_first_chunk(points), steps)
+    axes = ("prefill_chunk_tokens", "prefill_context_tokens")
+    if work is None:
+        return make_grid(axes, points, equal_end, outside)
+    whole = work.straight_until if work.split_pairs else None
+    return make_grid(axes, points, equal_end, outside, work=work.prefill, bends=work.bends, straight_until=whole)
 
 
-def decode_grid(rows: Iterable[BatchRow], outside: Outside) -> Grid:
+def decode_grid(rows: Iterable[BatchRow], outside: Outside, work: Work | None = None) -> Grid:
     """Requests x keys per request of a step without prefill."""
-    points = [(float(r.requests), float(r.kv), r.time_us) for r in rows if r.requests and not r.chunk]
-    return make_grid(("decode_requests", "decode_kv_tokens"), repeat_first_keys(points), equal_total, outside)
+    points = repeat_first_keys(
+        [(float(r.requests), float(r.kv), r.time_us) for r in rows if r.requests and not r.chunk]
+    )
+    axes = ("decode_requests", "decode_kv_tokens")
+    if work is None:
+        return make_grid(axes, points, equal_total, outside)
+    return make_grid(axes, points, equal_total, outside, work=work.decode, bends=work.decode_bends)
 
 
 def repeat_first_chunk(points: list[tuple[float, float, float]]) -> list[tuple[float, float, float]]:
@@ -323,6 +384,19 @@ def repeat_first_chunk(points: list[tuple[float, float, float]]) -> list[tuple[f
     if not 1 < first <= TILE_TOKENS:
         return points
     return points + [(1.0, y, t) for x, y, t in points if x == first]
+
+
+def repeat_behind_steps(
+    points: list[tuple[float, float, float]], steps: Sequence[int]
+) -> list[tuple[float, float, float]]:
+    """Repeats the first chunk behind a step right behind it when that chunk is within one tile: what lies between runs
+    its kernel, not that before the step."""
+    chunks = {x for x, _, _ in points}
+    for step in steps:
+        behind = min((x for x in chunks if x > step), default=math.inf)
+        if step in chunks and step + 1 < behind <= TILE_TOKENS:
+            points = points + [(step + 1.0, y, t) for x, y, t in points if x == behind]
+    return points
 
 
 def repeat_first_keys(points: list[tuple[float, float, float]]) -> list[tuple[float, float, float]]:
@@ -334,13 +408,18 @@ def repeat_first_keys(points: list[tuple[float, float, float]]) -> list[tuple[fl
     return points + [(x, 1.0, t) for x, (y, t) in lowest.items() if 1 < y <= PAGE_TOKENS]
 
 
-def fixed_us(grid: Grid) -> float:
+def fixed_us(grid: Grid, steps: Sequence[int] = ()) -> float:
     """The part of a launch that does not depend on its work, from the grid's two smallest chunks at its first context.
 
-    The intercept of the line through both, at least zero and at most the smaller of the two times.
+    The intercept of the line through both, at least zero and at most the smaller of the two times. Chunks up to the
+    first of `steps` are of another kernel.
     """
-    first = [(x, ts[0]) for x, ys, ts in zip(grid.xs, grid.ys, grid.ts, strict=True) if ys[0] == grid.ys[0][0]]
-    if len(first) > 2 and first[0] == (1.0, first[1][1]):
+    first = [
+        (x, ts[0])
+        for x, ys, ts in zip(grid.xs, grid.ys, grid.ts, strict=True)
+        if ys[0] == grid.ys[0][0] and x > min(steps, default=0)
+    ]
+    if len(first) > 2 and first[0][1] == first[1][1]:
         first = first[1:]  # the repeated row of a tile
     if len(first) < 2:
         return 0.0

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from profiler.core.bundle import Bundle
 from profiler.core.collective_table import FILE, CollectiveRow, read_collectives
 from profiler.core.errors import ConfigError, ContractError, CoverageError
-from profiler.core.grid import Curve, Outside, batch_rows, curve, decode_grid, fixed_us, prefill_grid
+from profiler.core.grid import Curve, Outside, batch_rows, curve, fixed_us
 from profiler.core.grid_mixed import mixed_grid
 from profiler.core.grid_moe import moe_grid
 from profiler.core.hardware import Hardware
@@ -17,6 +17,7 @@ from profiler.core.modules import fold_for
 from profiler.core.registry import family
 from profiler.core.shard import stage_layers
 from profiler.core.types import Category, Component, ModelSpec, Parallel
+from profiler.kernels._placement import decode_lookup, prefill_lookup, ran_of, steps_of
 from serving.backends import DEFAULT, sends
 from serving.collectives import Collectives, from_hardware
 from serving.cost.communication import Communication, group_lines
@@ -205,6 +206,7 @@ class _Builder:
         self.parallel = parallel
         self.query_tokens = query_tokens
         self.provenance = str(bundle.meta["provenance"])
+        self.ran = ran_of(bundle.meta, spec, parallel.tp)
         self.outside: list[Outside] = []
         self._allow = allow_extrapolation
 
@@ -235,8 +237,8 @@ class _Builder:
                 "no profile command runs such batches yet. verify_as: rows or prefill in the cluster file prices them "
                 "from rows that are there, and the result says so"
             )
-        prefill = prefill_grid(rows, outside) if one.when != "decode" else None
-        decode = decode_grid(rows, outside) if one.when in ("always", "decode") else None
+        prefill = prefill_lookup(rows, one.name, self.spec, self.ran, outside) if one.when != "decode" else None
+        decode = decode_lookup(rows, one.name, self.ran, outside) if one.when in ("always", "decode") else None
         return Kernel(
             name=one.name,
             count=count,
@@ -244,7 +246,7 @@ class _Builder:
             decode=decode,
             mixed=mixed_grid(rows, outside) if decode and prefill else None,
             skew=make_skew(self.bundle.skew.get((tp, one.name), ())) if self.query_tokens == 1 else None,
-            fixed_us=fixed_us(prefill) if prefill else 0.0,
+            fixed_us=fixed_us(prefill, steps_of(self.spec, one.name)) if prefill else 0.0,
             capped=one.category == "sparse_attention",
             prefill_when=_prefill_when(one),
             provenance=self.provenance,

@@ -1,0 +1,94 @@
+"""The work of a batch, in keys: between two measured chunks or batches time runs straight in it, not in their size.
+
+A chunk of n tokens behind a context shows query i (from 1) context + i keys, so twice the chunk is more than twice the
+work; and a kernel that gives each multiprocessor a tile of queries runs in waves, of which the last one takes as long
+as the others however few queries it holds.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+# Points that follow a curve between two bends: chords of a square then deviate by 6 % of its rise at most.
+_ON_A_CURVE = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """How the time of a kernel grows with its queries and their keys.
+
+    wave_queries: queries that run at the same time, 1 for the sum over all. cap_keys: most keys that a query reads.
+    splits_keys: queries of less than one wave each spread their keys over as many multiprocessors as there are for
+    them. select_beyond: a query of no more keys than that costs idle_keys, one of more its keys and row_keys.
+    split_pairs: a chunk with more queries x keys (those of its last query) runs in parts of as many queries as fit,
+    each with waves of its own. whole_below: chunks up to this length, and every decode where it is not 0, read cap_keys
+    for every query, whatever there is.
+    """
+
+    wave_queries: int = 1
+    cap_keys: int | None = None
+    splits_keys: bool = False
+    select_beyond: int = 0
+    idle_keys: float = 0.0
+    row_keys: float = 0.0
+    split_pairs: int | None = None
+    whole_below: int = 0
+
+    def prefill(self, chunk: float, context: float) -> float:
+        """Keys of a chunk behind a context that are read one after the other."""
+        if self.select_beyond:
+            return self._selecting(chunk, context)
+        if self.split_pairs is None or chunk * (chunk + context) <= self.split_pairs:
+            return self._waves(chunk, context)
+        part = max(1.0, self.split_pairs // (chunk + context))
+        total, done = 0.0, 0.0
+        while done < chunk:
+            own = min(part, chunk - done)
+            total += self._waves(own, context + done)
+            done += own
+        return total
+
+    def decode(self, requests: float, keys: float) -> float:
+        """Keys of equal requests of one query each that are read one after the other."""
+        if self.cap_keys is not None:
+            keys = self.cap_keys if self.whole_below else min(keys, self.cap_keys)
+        return self._share(requests) * keys
+
+    def _share(self, queries: float) -> float:
+        """Waves that so many queries take; less than one where their keys are split."""
+        if self.splits_keys and queries < self.wave_queries:
+            return 1.0 / (self.wave_queries // queries)
+        return math.ceil(queries / self.wave_queries)
+
+    def _waves(self, chunk: float, context: float) -> float:
+        """Sum over the waves of the keys of the last query in each."""
+        size, cap = self.wave_queries, self.cap_keys
+        if cap is not None and (chunk <= self.whole_below or context >= cap):
+            return self._share(chunk) * cap
+        last = context + chunk if cap is None else min(context + chunk, cap)
+        if chunk <= size:
+            return self._share(chunk) * last
+        before = math.ceil(chunk / size) - 1
+        growing = before if cap is None else max(0, min(before, math.ceil((cap - context) / size) - 1))
+        return growing * context + size * growing * (growing + 1) / 2 + (before - growing) * (cap or 0) + last
+
+    def _selecting(self, chunk: float, context: float) -> float:
+        idle = max(0.0, min(chunk, self.select_beyond - context))
+        busy = chunk - idle
+        return idle * self.idle_keys + busy * (context + idle + (busy + 1) / 2 + self.row_keys)
+
+    def bends(self, chunk: int, last_context: float) -> Iterator[float]:
+        """Contexts of at most `last_context` between which time runs straight for this chunk, while it runs whole."""
+        for cap in (self.cap_keys, self.select_beyond):
+            if cap and chunk > self.whole_below:
+                first = max(0.0, float(cap - chunk))
+                yield from (first + (cap - first) * share / (_ON_A_CURVE + 1) for share in range(_ON_A_CURVE + 2))
+
+    def straight_until(self, chunk: int) -> float:
+        """The longest context at which the chunk runs whole; behind it parts and their waves come and go."""
+        return math.inf if self.split_pairs is None else self.split_pairs // chunk - chunk
+
+    def decode_bends(self, requests: int, last_keys: float) -> Iterator[float]:
+        """Numbers of keys between which time runs straight for so many requests."""
+        if self.cap_keys is not None and not self.whole_below:
+            yield self.cap_keys

@@ -1,0 +1,100 @@
+"""In what the time of each kernel runs straight between two measured chunks or batches; see profiler.core.grid_work."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from profiler.core.grid import BatchRow, Grid, Outside, decode_grid, prefill_grid
+from profiler.core.grid_work import Work
+from profiler.core.hardware import known_hardware, load_hardware
+from profiler.core.types import ModelSpec
+from profiler.kernels._breaks import breaks
+
+# DeepGEMM's fp8 MQA logits for 64 index heads give each block two queries (sm90_fp8_mqa_logits, BLOCK_Q); vLLM cuts a
+# chunk where its fp32 scores would exceed VLLM_SPARSE_INDEXER_MAX_LOGITS_MB = 512.
+_QUERIES_PER_BLOCK: Final = 2
+_MOST_SCORES: Final = 512 * 1024 * 1024 // 4
+# FlashAttention 3 and FlashMLA take 64 heads of one query as the rows of a tile of sparse MLA.
+_TILE_HEADS: Final = 64
+# What a row of the top-k costs beyond its keys, and one without any selection, in keys: fitted on four tables of an
+# H200 (bf16 at tp 1, 4 and 8, fp8_ds_mla at tp 1).
+_ROW_KEYS: Final = 3000.0
+_IDLE_KEYS: Final = 1000.0
+# The KV layout whose decode kernel (FlashMLA) reads as many picks as the top-k has, used or not.
+WHOLE_PICKS: Final = "fp8_ds_mla"
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """What ran a table's kernels.
+
+    sm_count: multiprocessors of the card. tiles: the kernels are those of vLLM on SM90, whose tiles are known.
+    heads: of one rank. cap_tokens: most attended keys, 0 without a selection. whole_below: chunks up to this length
+    read the whole cap, as decode kernels over a fixed number of picks do.
+    """
+
+    sm_count: int
+    tiles: bool
+    heads: int
+    cap_tokens: int
+    whole_below: int = 0
+
+
+def ran_of(meta: Mapping[str, Any], spec: ModelSpec, tp: int) -> Ran | None:
+    """What a bundle's meta.yaml says of its tables of one tp; None for tables that nobody measured as kernels.
+
+    `spec` is the whole model.
+    """
+    if meta["provenance"] not in ("measured", "projected"):
+        return None
+    name, measured = str(meta["hardware"]), meta["provenance"] == "measured"
+    card = load_hardware(name) if name in known_hardware() else None
+    tiles = measured and card is not None and card.architecture == "sm90" and meta["engine"]["name"] == "vllm"
+    seen = ((meta.get("grid") or {}).get(f"tp{tp}/attention") or {}).get("dense_prefill") or {}
+    return Ran(
+        sm_count=card.sm_count if card else 0,
+        tiles=tiles,
+        heads=max(1, spec.num_heads // tp),
+        cap_tokens=spec.indexer.attended_cap_tokens if spec.indexer else 0,
+        whole_below=int(seen.get("longer_than_tokens", 0)) if meta["kv"]["layout"] == WHOLE_PICKS else 0,
+    )
+
+
+def prefill_work(name: str, ran: Ran | None) -> Work | None:
+    """None for a kernel whose time is taken to run straight in the chunk's length."""
+    if ran is None:
+        return None
+    if name == "index_scores":
+        return Work(_QUERIES_PER_BLOCK * ran.sm_count, split_pairs=_MOST_SCORES) if ran.tiles else Work()
+    if name == "index_topk" and ran.cap_tokens:
+        return Work(select_beyond=ran.cap_tokens, idle_keys=_IDLE_KEYS, row_keys=_ROW_KEYS)
+    if name == "sparse_mla" and ran.cap_tokens:
+        return _sparse_mla(ran)
+    return Work() if name in ("mla_dense_prefill", "attention") else None
+
+
+def decode_work(name: str, ran: Ran | None) -> Work | None:
+    """None for a kernel whose time is taken to run straight in the number of requests."""
+    known = ran is not None and ran.tiles and ran.cap_tokens and name == "sparse_mla"
+    return _sparse_mla(ran) if ran is not None and known else None
+
+
+def prefill_lookup(rows: Sequence[BatchRow], name: str, spec: ModelSpec, ran: Ran | None, outside: Outside) -> Grid:
+    """Chunk x context of a kernel's rows, in its work. Raises CoverageError when there is none."""
+    return prefill_grid(rows, outside, prefill_work(name, ran), steps_of(spec, name))
+
+
+def decode_lookup(rows: Sequence[BatchRow], name: str, ran: Ran | None, outside: Outside) -> Grid:
+    """Requests x keys of a kernel's rows, in its work. Raises CoverageError when there is none."""
+    return decode_grid(rows, outside, decode_work(name, ran))
+
+
+def steps_of(spec: ModelSpec, name: str) -> tuple[int, ...]:
+    """Last chunks before another kernel takes over."""
+    return breaks(spec, name, "prefill_chunk_tokens", 0)
+
+
+def _sparse_mla(ran: Ran) -> Work:
+    wave = ran.sm_count // math.ceil(ran.heads / _TILE_HEADS) if ran.tiles else 1
+    return Work(wave, ran.cap_tokens, splits_keys=ran.tiles, whole_below=ran.whole_below)
