@@ -26,7 +26,7 @@ from serving.recording.steps import Chunk, Decode, Step
 
 TICK_COLUMNS = ("t", "prompt_throughput", "gen_throughput", "running", "waiting", "kv_cache_pct")
 _STEP_FIELDS: Final = tuple(field.name for field in fields(Step))
-_SIX_DIGITS: Final = ("start_s", "gpu_start_s", "kv_usage")
+_SIX_DIGITS: Final = ("start_s", "updated_s", "gpu_start_s", "kv_usage")
 _FLOATS: Final = frozenset(field.name for field in fields(Step) if "float" in str(field.type))
 _OPTIONAL: Final = frozenset(field.name for field in fields(Step) if "None" in str(field.type))
 

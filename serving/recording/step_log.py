@@ -36,6 +36,7 @@ class _Open:
     wait_us: float = 0.0
     update_us: float = 0.0
     output_us: float = 0.0
+    updated_s: float = 0.0
     end_s: float = 0.0
     graph: str = ""
     padded_tokens: int | None = None
@@ -145,6 +146,7 @@ class StepLog:
             update_us=step.update_us,
             output_us=step.output_us,
             log_us=step.log_us,
+            updated_s=step.updated_s,
             gpu_start_s=self._reference.elapsed_time(step.events["start"]) / 1e3 if "start" in step.events else None,
             prepare_us=self._between(step, "start", "forward"),
             forward_us=self._between(step, "forward", "forwarded"),
@@ -268,7 +270,7 @@ class StepLog:
         result = original(output, *args, **kwargs)
         self._host_end = self._clock()
         step.update_us = (self._host_end - start) * _US
-        step.end_s = self._host_end - self._started
+        step.updated_s = step.end_s = self._host_end - self._started
         self._done.append(step)
         self._updated = step
         return result

@@ -43,7 +43,8 @@ class Step:
     launch_us runs the model without waiting for it, of which input_wait_us waits for the inputs of the step before to
     be copied and forward_launch_us launches the layers; sample_us, of which bookkeep_us takes the sampled tokens (and,
     without asynchronous scheduling, waits for them); wait_us for the tokens of this step, after everything launched
-    before; update_us by the scheduler; output_us to the requests' outputs; log_us for this log.
+    before; update_us by the scheduler; output_us to the requests' outputs; log_us for this log. updated_s: when its
+    update ended, on the clock of start_s, which is when its tokens are known.
     Time of the device: gpu_start_s on the clock of start_s; prepare_us before the layers, forward_us in them,
     sample_gpu_us behind them.
     chunks, joined, left: the batch in its short form.
@@ -75,6 +76,7 @@ class Step:
     update_us: float | None = None
     output_us: float | None = None
     log_us: float | None = None
+    updated_s: float | None = None
     gpu_start_s: float | None = None
     prepare_us: float | None = None
     forward_us: float | None = None

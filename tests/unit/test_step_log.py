@@ -75,6 +75,9 @@ def test_the_parts_of_every_step(monkeypatch: pytest.MonkeyPatch, asynchronous: 
         assert step.sample_us == pytest.approx(50.0 + (step.bookkeep_us or 0.0))
         assert step.sample_gpu_us == pytest.approx(30.0)
         assert step.forward_us >= FORWARD_US - 1e-6
+        known_us = (step.updated_s - step.gpu_start_s) * 1e6 - step.update_us
+        assert known_us >= step.gpu_us - 1e-6
+        assert not asynchronous or known_us == pytest.approx(step.gpu_us) or step.wait_us == pytest.approx(0.0, abs=1.0)
         assert (step.graph, step.padded_tokens) == ("FULL", step.tokens + step.tokens % 2)
     assert steps[0].add_us == pytest.approx(15.0) and all(step.add_us == 0.0 for step in steps[1:])
     walls = [step.wall_us for step in steps]
