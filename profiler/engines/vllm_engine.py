@@ -212,9 +212,14 @@ class VllmEngine:
                         failures[index] = f"{type(error).__name__}: {error}"
                         break
 
-        if self._recorder is None:
-            self._recorder = self._choose_recorder(shots[next(iter(todo))])
-        for (index, repeat, module, kernel), (us, launches) in self._recorder(block).items():
+        try:
+            if self._recorder is None:
+                self._recorder = self._choose_recorder(shots[next(iter(todo))])
+            times = self._recorder(block)
+        except Exception as error:  # the profiler ends with the device, and its window with it
+            failures.update({i: f"{type(error).__name__}: {error}" for i in todo if i not in failures})
+            return
+        for (index, repeat, module, kernel), (us, launches) in times.items():
             yield index, KernelSample(index, repeat, module, kernel, us, launches)
 
     def _choose_recorder(self, shot: Shot) -> recorder.Recorder:

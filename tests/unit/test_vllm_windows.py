@@ -238,6 +238,23 @@ def test_a_failed_shot_is_told_and_the_others_go_on_until_the_device_is_lost() -
 
 
 @pytest.mark.usefixtures("no_device")
+def test_a_device_lost_while_the_profiler_ends_fails_its_window_and_the_rest() -> None:
+    engine = Fake({}, {})
+
+    def record(block: Any) -> Any:
+        found = engine._record(block)
+        if 20 in engine.ran:
+            raise RuntimeError("CUDA error: unspecified launch failure")
+        return found
+
+    engine._recorder = record
+    results = list(engine.run(shots(40), 2, 5))
+    assert [r.shot_index for r in results if r.failure is None] == list(range(16))
+    assert len(results) == 40
+    assert all("unspecified launch failure" in (r.failure or "") for r in results[16:])
+
+
+@pytest.mark.usefixtures("no_device")
 def test_a_stop_in_a_window_leaves_the_windows_before_it() -> None:
     class Stopped(Fake):
         def _step(self, shot: Shot) -> None:
