@@ -1,6 +1,7 @@
 """What the commands that start an engine share: its options, the job they make, progress on stderr."""
 
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +13,8 @@ if TYPE_CHECKING:
     from profiler.acquire import Job, Report, Target
     from profiler.samples import Run
     from profiler.tabulate import Acquired
+
+_LINE_EVERY_S = 15.0
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
@@ -152,11 +155,25 @@ def measure_all(
     return runs
 
 
+def line_now_and_then(title: str, clock: "Callable[[], float]") -> "Report":
+    """Reports as lines on stderr, _LINE_EVERY_S apart, and the last one where any was written."""
+    started = last = clock()
+
+    def report(done: int, total: int, label: str) -> None:
+        nonlocal last
+        now = clock()
+        if now - last >= _LINE_EVERY_S or (done == total and last > started):
+            last = now
+            print(f"{title}: {done} of {total} shots, {now - started:.0f} s", file=sys.stderr, flush=True)
+
+    return report
+
+
 @contextmanager
 def progress_bar(title: str) -> "Iterator[Report]":
-    """A progress bar with the time left on stderr; nothing where stderr is not a terminal."""
+    """A progress bar with the time left on stderr; where that is no terminal, a line now and then."""
     if not sys.stderr.isatty():
-        yield lambda done, total, label: None
+        yield line_now_and_then(title, time.monotonic)
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
