@@ -84,6 +84,8 @@ class VllmEngine:
         self._callables: dict[str, tuple[Any, str]] = {}
         self._annotate()
         self._recorder: recorder.Recorder | None = None
+        # Where the seconds went, told at the end.
+        self._spent_s: dict[str, float] = defaultdict(float)
         generator = torch.Generator().manual_seed(state.SEED)
         vocab = int(text_config(config)["vocab_size"])
         length = options.max_model_len + 8192 * 8
@@ -177,6 +179,7 @@ class VllmEngine:
                 window.append(indices[position])
                 pass_ms[window[-1]] = self._warm(shots[window[-1]], warmup, window[-1], failures)
                 position += 1
+            self._spent_s["warm-up"] += time.monotonic() - started
             samples: dict[int, list[KernelSample]] = defaultdict(list)
             todo = {i: range(repeats.first(wanted, pass_ms[i])) for i in window if i not in failures}
             lost = next((f for f in failures.values() if "CUDA error" in f), None)
@@ -192,6 +195,9 @@ class VllmEngine:
     def close(self) -> None:
         import torch
 
+        if self._spent_s:
+            parts = ", ".join(f"{what} {seconds:.1f} s" for what, seconds in self._spent_s.items())
+            print(f"time by part: {parts}", file=sys.stderr)
         torch.cuda.synchronize()
 
     def _timed(
@@ -200,6 +206,11 @@ class VllmEngine:
         """Runs the repeats of every shot of `todo` under the profiler."""
 
         def block() -> None:
+            started = time.monotonic()
+            run_all()
+            self._spent_s["timed runs"] += time.monotonic() - started
+
+        def run_all() -> None:
             for index, numbers in todo.items():
                 if (batch := shots[index].moe) is not None:
                     self._expert_input(batch)  # outside the range of the shot
@@ -212,10 +223,13 @@ class VllmEngine:
                         failures[index] = f"{type(error).__name__}: {error}"
                         break
 
+        started, before = time.monotonic(), self._spent_s["timed runs"]
         try:
             if self._recorder is None:
                 self._recorder = self._choose_recorder(shots[next(iter(todo))])
             times = self._recorder(block)
+            inside = self._spent_s["timed runs"] - before
+            self._spent_s["profiler"] += time.monotonic() - started - inside
         except Exception as error:  # the profiler ends with the device, and its window with it
             failures.update({i: f"{type(error).__name__}: {error}" for i in todo if i not in failures})
             return
@@ -255,7 +269,10 @@ class VllmEngine:
             what = {"category": target.category, "phase": target.phase, "module": target.module or "experts"}
             size = {"tokens": shot.moe.tokens if shot.moe else shot.new_tokens, "kv_tokens": shot.kv_tokens}
             todo.append((what | size, functools.partial(self._power_of, target, seconds)))
-        return sampling.measure(todo, seconds)
+        started = time.monotonic()
+        found = sampling.measure(todo, seconds)
+        self._spent_s["power"] += time.monotonic() - started
+        return found
 
     def _power_of(self, target: PowerTarget, seconds: float, sensor: sampling.Sensor) -> dict[str, Any]:
         import torch

@@ -1,6 +1,7 @@
 """Power by kernel class: which modules stand for a class, the loop inside a pass, and what a bundle keeps."""
 
 import time
+from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -283,6 +284,7 @@ def test_the_engine_samples_modules_in_passes_and_experts_alone(monkeypatch: pyt
             self.layer.register_forward_hook(lambda *a: self.calls.append("hook"))
             self._callables = {"model.layers.0.o_proj": (self.layer, "forward")}
             self.calls: list[str] = []
+            self._spent_s = defaultdict(float)
 
         def _step(self, shot: Shot) -> None:
             self.calls.append("experts" if shot.moe else "pass")

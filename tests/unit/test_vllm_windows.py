@@ -1,5 +1,6 @@
 """Windows of shots, adaptive repeats and the recorders of the vLLM engine, without a GPU and without vLLM."""
 
+from collections import defaultdict
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -173,6 +174,7 @@ class Fake(VllmEngine):
 
     def __init__(self, times: dict[int, list[float]], broken: dict[int, str]) -> None:
         self._boot: Any = SimpleNamespace(runner=SimpleNamespace(execute_model_state=1))
+        self._spent_s = defaultdict(float)
         self.ran: list[int] = []
         self.profiles: list[list[int]] = []
         self._recorder = self._record
