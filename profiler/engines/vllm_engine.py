@@ -7,7 +7,7 @@ import re
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from profiler.core.errors import AcquisitionError, unknown
@@ -182,11 +182,11 @@ class VllmEngine:
             self._spent_s["warm-up"] += time.monotonic() - started
             samples: dict[int, list[KernelSample]] = defaultdict(list)
             todo = {i: range(repeats.first(wanted, pass_ms[i])) for i in window if i not in failures}
-            lost = next((f for f in failures.values() if "CUDA error" in f), None)
+            lost = _device_lost(failures.values())
             while todo and not lost:
                 for index, sample in self._timed(shots, todo, failures):
                     samples[index].append(sample)
-                lost = next((f for f in failures.values() if "CUDA error" in f), None)
+                lost = _device_lost(failures.values())
                 left = {i: repeats.further(samples[i], wanted) for i in todo if i not in failures}
                 todo = {i: further for i, further in left.items() if further}
             for index in window:
@@ -395,6 +395,12 @@ class VllmEngine:
     def _annotate_method(self, owner: Any, method: str, path: str) -> None:
         trace.annotate_method(owner, method, self._switch, path)
         self._callables[path] = (owner, method)
+
+
+def _device_lost(failures: Iterable[str]) -> str | None:
+    """The first failure after which the device runs nothing more."""
+    fatal = ("CUDA error", "illegal memory access", "launch failure")
+    return next((failure for failure in failures if any(sign in failure for sign in fatal)), None)
 
 
 def _compile_ahead(config: Mapping[str, Any], options: EngineOptions, workers: int) -> None:

@@ -231,7 +231,7 @@ def test_only_shots_that_spread_are_timed_further() -> None:
 
 @pytest.mark.usefixtures("no_device")
 def test_a_failed_shot_is_told_and_the_others_go_on_until_the_device_is_lost() -> None:
-    engine = Fake({}, {2: "out of memory", 20: "CUDA error: an illegal memory access"})
+    engine = Fake({}, {2: "out of memory", 20: "Triton Error [CUDA]: an illegal memory access was encountered"})
     results = list(engine.run(shots(40), 2, 5))
     assert [r.shot_index for r in results] == list(range(40))
     assert results[2].failure == "RuntimeError: out of memory"
