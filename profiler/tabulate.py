@@ -235,6 +235,7 @@ def _grid(
             "bound_share": round(bound.bound_share, 6),
             "cells_failed": failed,
             "card": {key: each.info.gpu[key] for key in _MOMENTARY if key in each.info.gpu},
+            "layer_kinds": list(each.info.layer_kinds),
             "settings": dict(each.info.settings),
         }
     return grid
