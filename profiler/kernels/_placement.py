@@ -21,6 +21,8 @@ _TILE_HEADS: Final = 64
 # H200 (bf16 at tp 1, 4 and 8, fp8_ds_mla at tp 1).
 _ROW_KEYS: Final = 3000.0
 _IDLE_KEYS: Final = 1000.0
+# Engines whose kernels are known; both mask causally and read no more than the cap.
+_ENGINES: Final = ("vllm", "reference")
 # The KV layout whose decode kernel (FlashMLA) reads as many picks as the top-k has, used or not.
 WHOLE_PICKS: Final = "fp8_ds_mla"
 
@@ -46,7 +48,7 @@ def ran_of(meta: Mapping[str, Any], spec: ModelSpec, tp: int) -> Ran | None:
 
     `spec` is the whole model.
     """
-    if meta["provenance"] not in ("measured", "projected"):
+    if meta["provenance"] not in ("measured", "projected") or meta["engine"]["name"] not in _ENGINES:
         return None
     name, measured = str(meta["hardware"]), meta["provenance"] == "measured"
     card = load_hardware(name) if name in known_hardware() else None
