@@ -105,8 +105,12 @@ def _line(xs: Sequence[float], ts: Sequence[float], x: float) -> float:
 
 
 def share_of(first: float, here: float, last: float, otherwise: float) -> float:
-    """How far `here` is from `first` to `last`; `otherwise` where work does not grow that way."""
-    return (here - first) / (last - first) if first < last and first <= here <= last else otherwise
+    """How far `here` is from `first` to `last`; `otherwise` where work does not grow from one to the other, or `here`
+    is far from both."""
+    if first >= last:
+        return otherwise
+    share = (here - first) / (last - first)
+    return share if -0.5 <= share <= 1.5 else otherwise
 
 
 @dataclass(frozen=True, slots=True)
