@@ -52,7 +52,8 @@ class EngineSettings:
     num_gpu_blocks (the null block included) or available_kv_gib (per rank) replace the memory budget when given.
     block_tokens: None is what the engine picks for the model and the card. eager: no CUDA graphs, so steps are not
     padded to captured sizes. graph_mode: FULL_DECODE_ONLY captures decode steps alone. capture_sizes: None is what the
-    engine captures for its max_num_seqs. host_overhead_us: time per step that the host takes, as stated by the user.
+    engine captures for its max_num_seqs. host_overhead_us: time per step that the host takes, as stated by the user;
+    None takes what the GPU's file says of its host, if anything.
     async_scheduling: None is what the engine version does by default.
     step_overhead_us: device time per step that the tables do not contain; None is the value of the GPU's file.
     dp_sync_interval: steps between two agreements of a data-parallel group on whether any of its engines has work.
@@ -74,7 +75,7 @@ class EngineSettings:
     eager: bool = False
     graph_mode: GraphMode = "FULL_AND_PIECEWISE"
     capture_sizes: tuple[int, ...] | None = None
-    host_overhead_us: float = 0.0
+    host_overhead_us: float | None = None
     async_scheduling: bool | None = None
     step_overhead_us: float | None = None
     all2all_backend: str = DEFAULT
@@ -215,7 +216,7 @@ class EngineFile(Strict):
     enforce_eager: bool = False
     cudagraph_mode: GraphMode = "FULL_AND_PIECEWISE"
     cudagraph_capture_sizes: list[Count] | None = None
-    host_overhead_us: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    host_overhead_us: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     all2all_backend: str = DEFAULT
     dp_sync_interval: Count = 16
     step_overhead_us: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None

@@ -24,11 +24,13 @@ from serving.config import UNLIMITED, EngineSettings, Instance, KvOffload, PeerM
 from serving.core.blocks import BlockPool
 from serving.core.engine import Engine, Group
 from serving.core.host_tier import HostMemory, HostUse, TieredPool
+from serving.core.hosted import HostedGroup
 from serving.core.pipeline import PipelineGroup
 from serving.core.scheduler import Limits, Scheduler
 from serving.core.walk import WalkEngine, WalkScheduler
 from serving.cost import PipelineCost, TableCost, build_cost, default_capture_sizes
 from serving.cost.build import build_pipeline
+from serving.cost.host import TableHost
 from serving.cost.offload import OffloadCost
 from serving.cost.speculative import SpeculativeCost, build_speculative
 from serving.expert_load import routed_load
@@ -133,7 +135,10 @@ def deploy(
     kv = _kv(instance, spec, hardware, limits, bundle)
     lockstep = spec.moe is not None and instance.parallel.dp > 1
     asynchronous = _asynchronous(instance, bundle)
-    step_us, step_source = _step_overhead(instance, hardware)
+    own = hardware or (load_hardware(instance.hardware) if instance.hardware in known_hardware() else None)
+    step_us, step_source = _step_overhead(instance, own)
+    table_host = _table_host(instance, own, spec, limits, asynchronous)
+    stated_us = instance.engine.host_overhead_us
     group = instance.parallel if lockstep else replace(instance.parallel, dp=1)
     speculation = instance.engine.speculation
     if speculation is not None:
@@ -149,7 +154,7 @@ def deploy(
         collectives=from_fitted_link(instance.links) if instance.links else None,
         capture_sizes=_capture_sizes(instance.engine, limits.max_num_seqs * queries),
         prefills_in_graphs=instance.engine.graph_mode != "FULL_DECODE_ONLY",
-        host_us=instance.engine.host_overhead_us,
+        host_us=stated_us or 0.0,
         host_overlaps=asynchronous or group.pp > 1,
         step_us=step_us,
         step_source=step_source,
@@ -175,7 +180,7 @@ def deploy(
         prefix_caching=instance.engine.prefix_caching,
         policy=instance.engine.policy,
         eager=instance.engine.eager,
-        host_overhead_us=instance.engine.host_overhead_us,
+        host_overhead_us=stated_us or 0.0,
         async_scheduling=asynchronous,
         step_overhead_us=step_us,
         step_overhead_source=step_source,
@@ -189,8 +194,9 @@ def deploy(
         verified=Verified(speculation, (), kernel_notes(speculation, spec, hardware.architecture if hardware else None))
         if speculation
         else None,
+        host_source="stated" if stated_us is not None else "hardware file" if table_host else "not known",
     )
-    groups = _groups(deployment, spec, cost, instance.engine.dp_sync_interval)
+    groups = _groups(deployment, spec, cost, table_host, instance.engine.dp_sync_interval)
     return Deployed(deployment, cost, groups, bundle.meta, kv.layout)
 
 
@@ -212,7 +218,9 @@ def _own_variant(
     return name if name in there else None
 
 
-def _groups(one: Deployment, spec: ModelSpec, cost: AnyCost, sync_steps: int) -> tuple[Group | PipelineGroup, ...]:
+def _groups(
+    one: Deployment, spec: ModelSpec, cost: AnyCost, table_host: TableHost | None, sync_steps: int
+) -> tuple[Group | PipelineGroup, ...]:
     """The engines of a deployment, those in lockstep together."""
     cap = spec.indexer.attended_cap_tokens if spec.indexer else None
     policy = load_policy(one.policy)
@@ -256,7 +264,12 @@ def _groups(one: Deployment, spec: ModelSpec, cost: AnyCost, sync_steps: int) ->
         for index in one.engines
     ]
     members = [engines] if one.lockstep else [[engine] for engine in engines]
-    return tuple(Group(some, cost, asynchronous=one.async_scheduling, sync_steps=sync_steps) for some in members)
+    asynchronous = one.async_scheduling
+    if table_host is not None:
+        return tuple(
+            HostedGroup(some, cost, table_host, asynchronous=asynchronous, sync_steps=sync_steps) for some in members
+        )
+    return tuple(Group(some, cost, asynchronous=asynchronous, sync_steps=sync_steps) for some in members)
 
 
 def _host_memory(asked: KvOffload | None, layout: KvLayout) -> HostMemory | None:
@@ -297,11 +310,29 @@ def _step_overhead(instance: Instance, hardware: Hardware | None) -> tuple[float
     """Device time per step outside the tables, and where it is from: the cluster file, the GPU's file, or nothing."""
     if instance.engine.step_overhead_us is not None:
         return instance.engine.step_overhead_us, "stated"
-    if hardware is None and instance.hardware in known_hardware():
-        hardware = load_hardware(instance.hardware)
     if hardware is None or hardware.step_overhead_us is None:
         return 0.0, "not known"
     return hardware.step_overhead_us, "hardware file"
+
+
+def _table_host(
+    instance: Instance, hardware: Hardware | None, spec: ModelSpec, limits: Limits, asynchronous: bool
+) -> TableHost | None:
+    """The host as the GPU's file has it, unless the cluster file states its time. A pipeline's steps and those with
+    drafts have no such rule."""
+    engine = instance.engine
+    if hardware is None or hardware.host is None or engine.host_overhead_us is not None:
+        return None
+    if instance.parallel.pp > 1 or engine.speculation is not None:
+        return None
+    sizes = _capture_sizes(engine, limits.max_num_seqs)
+    return TableHost(
+        host=hardware.host,
+        layers=spec.num_layers,
+        largest_graph_tokens=max(sizes, default=0),
+        prefills_in_graphs=engine.graph_mode != "FULL_DECODE_ONLY",
+        asynchronous=asynchronous,
+    )
 
 
 def _limits(asked: EngineSettings, spec: ModelSpec, hardware: Hardware | None) -> Limits:

@@ -194,6 +194,7 @@ def _deployment(one: Deployment) -> dict[str, Any]:
         "policy": one.policy,
         "enforce_eager": one.eager,
         "host_overhead_us": one.host_overhead_us,
+        "host_overhead_source": one.host_source,
         "async_scheduling": one.async_scheduling,
         "step_overhead_us": one.step_overhead_us,
         "step_overhead_source": one.step_overhead_source,

@@ -30,7 +30,8 @@ class Deployment:
     engines: the instance_ids of its data-parallel ranks. lockstep: they step together. num_gpu_blocks (per rank)
     includes the null block; block_tokens is the tokens of a sequence that one block stands for. layers: only the first
     of the model, None for all. verified: what came of speculative decoding, None without. host, host_use: KV blocks in
-    the host memory of one rank, and what came of them over all ranks; None without.
+    the host memory of one rank, and what came of them over all ranks; None without. host_source: where the time of an
+    engine's own thread is from, "stated" for host_overhead_us.
     """
 
     model: str
@@ -59,6 +60,7 @@ class Deployment:
     role: str = "both"
     host: HostMemory | None = None
     host_use: HostUse | None = None
+    host_source: str = "not known"
 
     @property
     def kv_tokens(self) -> int:

@@ -31,6 +31,7 @@ class StepTrace:
         self.events: list[dict[str, Any]] = []
         self.groups: Sequence[WatchedGroup] = ()
         self._wrapped = 0
+        self._ends_ns: dict[int, int] = {}
 
     def open(self, groups: Sequence[WatchedGroup]) -> None:
         self.groups = groups
@@ -47,15 +48,17 @@ class StepTrace:
         return _Seen(cost, self._wrapped - 1, self)
 
     def add(self, group: int, duration_ns: int, shapes: Sequence[StepShape | None]) -> None:
-        """A step of `group` begins now."""
+        """A step of `group` begins now, or, launched ahead, when the one before ends."""
         first_ns, last_ns = self.window_ns
-        if self.now_ns < first_ns or (last_ns is not None and self.now_ns > last_ns):
+        start_ns = max(self.now_ns, self._ends_ns.get(group, 0))
+        self._ends_ns[group] = start_ns + duration_ns
+        if start_ns < first_ns or (last_ns is not None and start_ns > last_ns):
             return
         engines = self.groups[group].engines
         if len(self.events) + 3 * len(engines) > self.max_events:
             self.left_out += 3 * len(engines)
             return
-        start_us = self.now_ns / NS_PER_US
+        start_us = start_ns / NS_PER_US
         for engine, shape in zip(engines, shapes, strict=True):
             where = {"pid": group, "tid": engine.index, "ts": start_us}
             self.events.append(

@@ -1,7 +1,8 @@
 """GPU descriptions: configs/hardware/<name>.yaml, found by name or by any alias that drivers and tools use.
 
 A file has `name`, `aliases`, `architecture` and, for each number, a mapping {value, source}; the unit is the suffix of
-the key. `links` maps a tier to {bandwidth_gbps, latency_us, source}.
+the key. `links` maps a tier to {bandwidth_gbps, latency_us, source}. `host`, where somebody has measured it, holds what
+an engine's step costs the host's thread: see Host.
 """
 
 import re
@@ -21,6 +22,8 @@ _KEYS = ("name", "aliases", "architecture", *_NUMBERS, *_COUNTS, "links")
 _LINK_KEYS = ("bandwidth_gbps", "latency_us", "source")
 _LARGEST = 1e9
 TIERS = ("intra_node", "inter_node")
+_HOST_PARTS = ("schedule", "prepare", "replay", "sample", "bookkeep", "tokens", "update", "output")
+_HOST_LAUNCHES = ("launch", "piecewise")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,45 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True)
+class HostPart:
+    """A part of the host's work for a step: fixed_us, and per_request_us for every request of its batch."""
+
+    fixed_us: float
+    per_request_us: float
+
+
+@dataclass(frozen=True, slots=True)
+class HostLaunch:
+    """Launching a pass kernel by kernel or graph by graph: fixed_us, and per_layer_us for every layer."""
+
+    fixed_us: float
+    per_layer_us: float
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """Time of an engine's thread for one step, in the order in which it works, without its waits for the device.
+
+    schedule, prepare: the batch and its inputs. Then the layers: replay of one CUDA graph of the whole step, piecewise
+    in graphs of parts of layers, or launch of every kernel. sample, bookkeep: the sampler and the batch's books.
+    tokens: from the device's end of the step until the thread has its tokens, were it to wait for nothing else. update,
+    output: into the scheduler, and into the outputs of the requests. piecewise: None where nobody has measured it.
+    """
+
+    schedule: HostPart
+    prepare: HostPart
+    replay: HostPart
+    sample: HostPart
+    bookkeep: HostPart
+    tokens: HostPart
+    update: HostPart
+    output: HostPart
+    launch: HostLaunch
+    piecewise: HostLaunch | None
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
 class Hardware:
     """A GPU and how it is linked to its neighbours.
 
@@ -44,7 +86,8 @@ class Hardware:
     memory, which is what vLLM multiplies with its utilisation. bf16_tflops and fp8_tflops: dense peaks of the tensor
     cores.
     gpus_per_node: GPUs that share the `intra_node` link. links: by tier, see TIERS. sources: where each number is from.
-    step_overhead_us: device time of an engine's step that no kernel table holds; None where nobody has found it out.
+    step_overhead_us: device time of an engine's step that no kernel table holds. host: what one costs the host. Both
+    are None where nobody has found it out.
     """
 
     name: str
@@ -60,6 +103,7 @@ class Hardware:
     links: Mapping[str, Link] = field(hash=False)
     sources: Mapping[str, str] = field(hash=False)
     step_overhead_us: float | None = None
+    host: Host | None = None
 
 
 def known_hardware(root: Path | None = None) -> tuple[str, ...]:
@@ -101,7 +145,7 @@ def _read(name: str, root: Path | None) -> Hardware:
     path = (root or hardware_root()) / f"{name}.yaml"
     values = read_mapping(path)
     optional = tuple(key for key in _OPTIONAL if key in values)
-    _check_keys(path, "", values, (*_KEYS, *optional))
+    _check_keys(path, "", values, (*_KEYS, *optional, *(("host",) if "host" in values else ())))
     if values["name"] != name:
         raise ConfigError(f"{path}: name is {values['name']!r}; it must be the file's, {name!r}")
     aliases = values["aliases"]
@@ -127,6 +171,7 @@ def _read(name: str, root: Path | None) -> Hardware:
         links=_links(path, values["links"]),
         sources=sources,
         step_overhead_us=numbers.get("step_overhead_us"),
+        host=_host(path, values["host"]) if "host" in values else None,
     )
 
 
@@ -170,3 +215,32 @@ def _links(path: Path, value: Any) -> dict[str, Link]:
         bandwidth, latency = (_positive(path, f"links.{tier}.{key}", entry[key]) for key in _LINK_KEYS[:2])
         links[tier] = Link(bandwidth, latency, _text(path, f"links.{tier}.source", entry["source"]))
     return links
+
+
+def _host(path: Path, value: Any) -> Host:
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{path}: host must be a mapping, found {value!r}")
+    optional = ("piecewise",) if "piecewise" in value else ()
+    _check_keys(path, "host", value, (*_HOST_PARTS, "launch", *optional, "source"))
+    parts = {name: HostPart(*_pair(path, name, value[name], "per_request_us")) for name in _HOST_PARTS}
+    launches = {
+        name: HostLaunch(*_pair(path, name, value[name], "per_layer_us")) if name in value else None
+        for name in _HOST_LAUNCHES
+    }
+    assert launches["launch"] is not None
+    source = _text(path, "host.source", value["source"])
+    return Host(**parts, launch=launches["launch"], piecewise=launches["piecewise"], source=source)
+
+
+def _pair(path: Path, name: str, value: Any, slope: str) -> tuple[float, float]:
+    """(fixed_us, `slope`), neither negative."""
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{path}: host.{name} must be a mapping of fixed_us and {slope}, found {value!r}")
+    _check_keys(path, f"host.{name}", value, ("fixed_us", slope))
+    found = []
+    for key in ("fixed_us", slope):
+        one = value[key]
+        if isinstance(one, bool) or not isinstance(one, int | float) or not 0 <= one <= _LARGEST:
+            raise ConfigError(f"{path}: host.{name}.{key} must be a number from 0 to {_LARGEST:g}, found {one!r}")
+        found.append(float(one))
+    return found[0], found[1]

@@ -1,7 +1,7 @@
 """What a step costs the host's thread, from the step logs of recordings: a table, and the numbers of a hardware file.
 
 A part of the host's work is taken as `fixed_us` per step and `per_request_us` for every request of its batch, fitted to
-the medians by number of requests. Waits for the device are no part of it.
+the medians by number of requests, neither of them negative. Waits for the device are no part of it.
 """
 
 from collections import defaultdict
@@ -18,8 +18,19 @@ from serving.recording.steps import Step
 
 KINDS: Final = ("decode", "prefill", "mixed")
 LEAST_STEPS = 5  # of one number of requests, for its median to count
+WAITED_US = 100.0  # from here on a thread that waits is taken to have come before the device's end
 
 Part = Callable[[Step], float | None]
+
+
+def _delivery(step: Step) -> float | None:
+    """From the device's end to the thread's having the tokens, of steps that it has waited for."""
+    if None in (step.updated_s, step.update_us, step.gpu_start_s, step.gpu_us, step.wait_us):
+        return None
+    assert step.updated_s and step.gpu_start_s is not None and step.gpu_us and step.wait_us is not None
+    if step.wait_us < WAITED_US:
+        return None
+    return step.updated_s * 1e6 - (step.update_us or 0.0) - step.gpu_start_s * 1e6 - step.gpu_us
 
 
 def _less(whole: float | None, part: float | None) -> float | None:
@@ -34,6 +45,7 @@ PARTS: Final[Mapping[str, Part]] = {
     "forward_launch": lambda step: step.forward_launch_us,
     "sample": lambda step: _less(step.sample_us, step.bookkeep_us),
     "bookkeep": lambda step: step.bookkeep_us,
+    "tokens": _delivery,
     "update": lambda step: step.update_us,
     "output": lambda step: step.output_us,
     "log": lambda step: step.log_us,
@@ -46,12 +58,15 @@ PARTS: Final[Mapping[str, Part]] = {
 
 @dataclass(frozen=True, slots=True)
 class Log:
-    """The steps of one recording. asynchronous: its engine scheduled a step while the one before ran."""
+    """The steps of one recording. asynchronous: its engine scheduled a step while the one before ran. mode: of
+    serving.recording.vllm_driver.MODES. engine: model, version and card, for the source of what is found."""
 
     path: Path
     layers: int
     asynchronous: bool
     steps: tuple[Step, ...]
+    mode: str = "decode-graphs"
+    engine: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +95,15 @@ def read_log(path: Path) -> Log:
     folder = path / "vllm" if (path / "vllm").is_dir() else path
     meta, engine = read_mapping(folder / "meta.json"), read_mapping(folder / "engine.json")
     try:
-        return Log(path, int(meta["layers"]), bool(engine["async_scheduling"]), tuple(read_steps(folder)))
+        name = f"{meta['model']}, vLLM {meta['vllm_version']}, {(engine.get('gpu') or {}).get('name', 'unknown GPU')}"
+        return Log(
+            path,
+            int(meta["layers"]),
+            bool(engine["async_scheduling"]),
+            tuple(read_steps(folder)),
+            str(meta["mode"]),
+            name,
+        )
     except KeyError as error:
         raise ConfigError(f"{folder}: meta.json and engine.json lack {error}; recorded by an older version") from None
 
@@ -140,22 +163,34 @@ def layer_launch(logs: Iterable[Log], wanted: Callable[[Log, Step], bool]) -> tu
 
 
 def host_block(logs: Sequence[Log]) -> dict[str, Any]:
-    """The numbers of a hardware file's `host` block that these recordings hold; see profiler.core.hardware.Host.
+    """The `host` block of a hardware file, as far as these recordings hold it; see profiler.core.hardware.Host.
 
-    launch counts steps that ran without a graph; replay those in whole ones. Raises ConfigError where no recording has
-    asynchronous scheduling, whose log alone tells work from waiting.
+    launch counts steps that ran without a graph and were not compiled, piecewise those in graphs of parts of layers,
+    replay those in whole ones. Raises ConfigError where no recording has asynchronous scheduling, whose log alone tells
+    work from waiting.
     """
     logs = [log for log in logs if log.asynchronous]
     if not logs:
         raise ConfigError("no recording with asynchronous scheduling; without it the log cannot tell work from waiting")
     block: dict[str, Any] = {}
-    for name in ("schedule", "prepare", "sample", "bookkeep", "update", "output"):
-        if (found := linear(logs, PARTS[name], lambda log, step: True)) is not None:
+
+    def part(name: str, of: str, wanted: Callable[[Log, Step], bool]) -> None:
+        if (found := linear(logs, PARTS[of], wanted)) is not None:
             block[name] = {"fixed_us": round(found.fixed_us, 1), "per_request_us": round(found.per_request_us, 2)}
-    if (launched := layer_launch(logs, lambda log, step: step.graph == "NONE")) is not None:
-        block["launch"] = {"fixed_us": round(launched[0], 1), "per_layer_us": round(launched[1], 1)}
-    if (replayed := linear(logs, PARTS["forward_launch"], lambda log, step: step.graph == "FULL")) is not None:
-        block["replay"] = {"fixed_us": round(replayed.fixed_us, 1), "per_request_us": round(replayed.per_request_us, 2)}
+
+    def launch(name: str, wanted: Callable[[Log, Step], bool]) -> None:
+        if (found := layer_launch(logs, wanted)) is not None:
+            block[name] = {"fixed_us": round(found[0], 1), "per_layer_us": round(found[1], 1)}
+
+    for name in ("schedule", "prepare"):
+        part(name, name, lambda log, step: True)
+    part("replay", "forward_launch", lambda log, step: step.graph == "FULL")
+    for name in ("sample", "bookkeep", "tokens", "update", "output"):
+        part(name, name, lambda log, step: True)
+    launch("launch", lambda log, step: step.graph == "NONE" and log.mode != "engine")
+    launch("piecewise", lambda log, step: step.graph == "PIECEWISE")
+    steps = sum(len(log.steps) for log in logs)
+    block["source"] = f"{steps:,} steps of {len(logs)} recordings ({'; '.join(sorted({log.engine for log in logs}))})"
     return block
 
 
@@ -165,10 +200,15 @@ def _median(part: Part, steps: Iterable[Step]) -> float | None:
 
 
 def _fit(points: Sequence[tuple[float, float, int]]) -> tuple[float, float]:
-    """(intercept, slope) of weighted least squares over (x, y, weight)."""
+    """(intercept, slope) of weighted least squares over (x, y, weight), neither of them negative."""
     total = sum(weight for *_, weight in points)
     mean_x = sum(x * weight for x, _, weight in points) / total
     mean_y = sum(y * weight for _, y, weight in points) / total
     spread = sum(weight * (x - mean_x) ** 2 for x, _, weight in points)
     slope = sum(weight * (x - mean_x) * (y - mean_y) for x, y, weight in points) / spread
+    if slope < 0:
+        return max(0.0, mean_y), 0.0
+    if mean_y < slope * mean_x:
+        through = sum(x * y * weight for x, y, weight in points) / sum(x * x * weight for x, _, weight in points)
+        return 0.0, max(0.0, through)
     return mean_y - slope * mean_x, slope

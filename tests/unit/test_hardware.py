@@ -132,3 +132,52 @@ def test_an_alias_of_two_cards_is_refused(tmp_path: Path) -> None:
 def test_a_path_is_no_name() -> None:
     with pytest.raises(ConfigError, match="unknown GPU"):
         load_hardware("../H200")
+
+
+HOST = """
+host:
+  schedule: {fixed_us: 50.0, per_request_us: 3}
+  prepare: {fixed_us: 400, per_request_us: 0}
+  replay: {fixed_us: 90, per_request_us: 0}
+  sample: {fixed_us: 60, per_request_us: 1}
+  bookkeep: {fixed_us: 0, per_request_us: 0}
+  tokens: {fixed_us: 20, per_request_us: 0}
+  update: {fixed_us: 20, per_request_us: 4}
+  output: {fixed_us: 10, per_request_us: 0}
+  launch: {fixed_us: 700, per_layer_us: 2900}
+  source: a recording
+"""
+
+
+def with_host(tmp_path: Path, host: str) -> Path:
+    text = (hardware_root() / "H100.yaml").read_text()
+    assert "\nhost:" not in text
+    (tmp_path / "H100.yaml").write_text(text + host)
+    return tmp_path
+
+
+def test_a_host(tmp_path: Path) -> None:
+    assert load_hardware("H100").host is None
+    host = load_hardware("H100", with_host(tmp_path, HOST)).host
+    assert host is not None and host.piecewise is None and host.source == "a recording"
+    assert (host.update.fixed_us, host.update.per_request_us, host.launch.per_layer_us) == (20.0, 4.0, 2900.0)
+    more = HOST.replace("  source", "  piecewise: {fixed_us: 1, per_layer_us: 2}\n  source")
+    host = load_hardware("H100", with_host(tmp_path, more)).host
+    assert host is not None and host.piecewise is not None and host.piecewise.per_layer_us == 2.0
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("  tokens: {fixed_us: 20, per_request_us: 0}\n", "", "host: missing tokens"),
+        ("fixed_us: 700", "fixed_us: -1", "host.launch.fixed_us must be a number from 0"),
+        ("per_layer_us: 2900", "per_request_us: 2900", "host.launch: unknown key 'per_request_us'"),
+        ("{fixed_us: 400, per_request_us: 0}", "400", "host.prepare must be a mapping"),
+        ("  source: a recording\n", "  source: ''\n", "host.source must say where"),
+        ("  replay:", "  replays:", "host: unknown key 'replays'; did you mean 'replay'"),
+    ],
+)
+def test_a_malformed_host_is_refused(tmp_path: Path, old: str, new: str, message: str) -> None:
+    assert old in HOST
+    with pytest.raises(ConfigError, match=message):
+        load_hardware("H100", with_host(tmp_path, HOST.replace(old, new, 1)))

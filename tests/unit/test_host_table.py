@@ -5,14 +5,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 from click.testing import CliRunner
 
 from profiler.core.errors import ConfigError
+from profiler.core.hardware import load_hardware
+from profiler.core.paths import hardware_root
 from serving.commands.host import command
 from serving.recording.files import steps_text
 from serving.recording.host_table import Linear, Log, host_block, layer_launch, linear, read_log, rows
 from serving.recording.steps import Step
 
+META = {"model": "some model", "layers": 6, "mode": "decode-graphs", "vllm_version": "0.26.0"}
 BLANK = Step(0.0, 9_000.0, 8_000.0, 0, 0, 0, 0, 0, 1, 0, 0.0, 0)
 
 
@@ -33,6 +37,9 @@ def step(decodes: int, prefills: int = 0, graph: str = "FULL", layers: int = 6, 
         bookkeep_us=5.0,
         update_us=20.0 + 4.0 * n,
         output_us=10.0,
+        wait_us=500.0,
+        gpu_start_s=1.0,
+        updated_s=1.0 + (8_000.0 + 15.0 + 20.0 + 4.0 * n) / 1e6,
     )
 
 
@@ -47,11 +54,37 @@ def test_known_parts_are_found() -> None:
     assert block["schedule"] == {"fixed_us": 50.0, "per_request_us": 3.0}
     assert block["prepare"] == {"fixed_us": 400.0, "per_request_us": 2.0}
     assert block["sample"] == {"fixed_us": 60.0, "per_request_us": 1.0}
+    assert block["tokens"] == {"fixed_us": 15.0, "per_request_us": 0.0}
     assert block["bookkeep"] == {"fixed_us": 5.0, "per_request_us": 0.0}
     assert block["update"] == {"fixed_us": 20.0, "per_request_us": 4.0}
     assert block["output"] == {"fixed_us": 10.0, "per_request_us": 0.0}
     assert block["replay"] == {"fixed_us": 90.0, "per_request_us": 0.0}
     assert block["launch"] == {"fixed_us": 700.0, "per_layer_us": 2_900.0}
+
+
+def test_what_is_printed_is_what_a_hardware_file_takes(tmp_path: Path) -> None:
+    """The block of recordings behind a file without one."""
+    text = (hardware_root() / "H100.yaml").read_text()
+    compiled = replace(log(), mode="engine", steps=tuple(step(4, 1, "PIECEWISE") for _ in range(5)))
+    block = host_block([log(6), log(4), compiled])
+    (tmp_path / "H100.yaml").write_text(text + yaml.safe_dump({"host": block}))
+    host = load_hardware("H100", tmp_path).host
+    assert host is not None and (host.launch.fixed_us, host.launch.per_layer_us) == (700.0, 2_900.0)
+    assert host.piecewise is not None and "3 recordings" in host.source
+
+
+def test_steps_that_came_late_say_nothing_of_the_delivery() -> None:
+    late = tuple(replace(one, wait_us=10.0) for one in log().steps)
+    assert "tokens" not in host_block([replace(log(), steps=late)])
+
+
+def test_no_part_is_negative() -> None:
+    """A fit through points that fall, or that would begin below nothing."""
+    falling = [replace(step(n), schedule_us=100.0 - n) for n in (1, 9) for _ in range(5)]
+    steep = [replace(step(n), schedule_us=10.0 * (n - 1)) for n in (1, 9) for _ in range(5)]
+    for steps in (falling, steep):
+        found = linear([replace(log(), steps=tuple(steps))], lambda one: one.schedule_us, lambda one, step: True)
+        assert found is not None and found.fixed_us >= 0.0 and found.per_request_us >= 0.0
 
 
 def test_one_number_of_layers_counts_all_of_a_launch_as_theirs() -> None:
@@ -80,22 +113,24 @@ def test_too_little_is_refused_or_left_out() -> None:
     with pytest.raises(ConfigError, match="asynchronous scheduling"):
         host_block([log(asynchronous=False)])
     few = Log(Path("r"), 6, True, (step(1), step(2)))
-    assert host_block([few]) == {}
+    assert host_block([few]).keys() == {"source"}
 
 
 def test_the_command_prints_each_form(tmp_path: Path) -> None:
     import gzip
 
-    (tmp_path / "meta.json").write_text(json.dumps({"layers": 6}))
+    (tmp_path / "meta.json").write_text(json.dumps(META))
     (tmp_path / "engine.json").write_text(json.dumps({"async_scheduling": True}))
     (tmp_path / "steps.csv.gz").write_bytes(gzip.compress(steps_text(log().steps).encode()))
-    assert read_log(tmp_path) == replace(log(), path=tmp_path)
+    assert read_log(tmp_path) == replace(log(), path=tmp_path, engine="some model, vLLM 0.26.0, unknown GPU")
     outputs = {
         form: CliRunner().invoke(command, [str(tmp_path), "--format", form]) for form in ("table", "csv", "yaml")
     }
     assert all(one.exit_code == 0 for one in outputs.values())
-    assert outputs["csv"].output.splitlines()[1].startswith("decode,FULL,1,6,1,7,53.0,402.0,90.0,61.0,5.0,24.0,10.0,")
+    assert (
+        outputs["csv"].output.splitlines()[1].startswith("decode,FULL,1,6,1,7,53.0,402.0,90.0,61.0,5.0,15.0,24.0,10.0,")
+    )
     assert "schedule: {fixed_us: 50.0, per_request_us: 3.0}" in outputs["yaml"].output
     (tmp_path / "meta.json").write_text("{}")
-    with pytest.raises(ConfigError, match="lack 'layers'"):
+    with pytest.raises(ConfigError, match="lack 'model'"):
         read_log(tmp_path)

@@ -1,0 +1,152 @@
+"""The host's time in the step clock: closed forms, and the stand-in engine whose every part is known."""
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import pytest
+import vllm_stand_in as stand_in
+from simulated import engine, replayed, request
+from test_step_log import FORWARD_US, fake_vllm, played, trace
+
+from profiler.core.hardware import Host, HostLaunch, HostPart
+from serving.core.hosted import HostedGroup, HostTimes
+from serving.core.scheduler import Limits
+from serving.core.shape import StepShape
+from serving.cost.host import TableHost
+
+__all__ = ["fake_vllm"]
+
+WIDE = Limits(max_num_seqs=64, max_num_batched_tokens=1024, max_model_len_tokens=4096)
+
+
+@dataclass(frozen=True)
+class Constant:
+    """Every step costs the same on both timelines."""
+
+    device_ns: int
+    host: HostTimes
+
+    def step_ns(self, shapes):
+        return self.device_ns
+
+    def times(self, shapes):
+        return self.host
+
+
+def hosted(constant, *, asynchronous, limits=WIDE):
+    one = engine(limits=limits, asynchronous=asynchronous)
+    return HostedGroup([one], constant, constant, asynchronous=asynchronous)
+
+
+def test_one_after_the_other_without_asynchronous_scheduling():
+    """before 10, launch 5, update 3, output 2; the device needs 100 from its first launch on."""
+    cost = Constant(100, HostTimes(10, 5, 3, 2))
+    (record,), _ = replayed([hosted(cost, asynchronous=False)], [request(output=3)])
+    assert (record.first_token_ns, record.finish_ns) == (113, 113 + 2 * 115)
+    assert record.itl_p50_ns == 115
+
+
+def test_a_launch_bound_step_takes_as_long_as_its_launches():
+    cost = Constant(100, HostTimes(10, 500, 3, 2))
+    (record,), _ = replayed([hosted(cost, asynchronous=False)], [request(output=2)])
+    assert (record.first_token_ns, record.finish_ns) == (513, 513 + 515)
+
+
+def test_a_busy_device_hides_the_host():
+    """Launched ahead, a step follows the one before without a gap."""
+    cost = Constant(100, HostTimes(10, 5, 3, 2))
+    (record,), _ = replayed([hosted(cost, asynchronous=True)], [request(output=9)])
+    assert record.first_token_ns == 113 and record.itl_p50_ns == record.itl_p99_ns == 100
+
+
+def test_a_busy_thread_hides_the_device():
+    """Once round: 60 + 70 + 3 + 2, more than the device's 100."""
+    cost = Constant(100, HostTimes(60, 70, 3, 2))
+    (record,), _ = replayed([hosted(cost, asynchronous=True)], [request(output=9)])
+    # The thread launches the second step before it waits for the first.
+    assert record.first_token_ns == 2 * 130 + 3 and record.itl_p50_ns == 135
+
+
+def test_a_request_that_comes_during_the_first_launch_is_in_the_second_step():
+    cost = Constant(100, HostTimes(10, 50, 3, 2))
+    requests = [request(0, output=5), request(1, output=1, arrival_ns=30), request(2, output=1, arrival_ns=61)]
+    records, _ = replayed([hosted(cost, asynchronous=True)], requests)
+    assert [record.queued_ns for record in records] == [0, 60, 123]
+    assert [record.first_token_ns for record in records] == [123, 213, 313]
+
+
+PART = HostPart(0.0, 0.0)
+HOST = Host(
+    schedule=HostPart(stand_in.Scheduler.SCHEDULE_US, 0.0),
+    prepare=HostPart(stand_in.Runner.PREPARE_US, 0.0),
+    replay=HostPart(stand_in.Runner.LAUNCH_US, 0.0),
+    sample=HostPart(stand_in.Runner.SAMPLE_US, 0.0),
+    bookkeep=PART,
+    tokens=PART,
+    update=HostPart(stand_in.Scheduler.UPDATE_US, 0.0),
+    output=HostPart(stand_in.Engine.OUTPUT_US, 0.0),
+    launch=HostLaunch(0.0, 0.0),
+    piecewise=None,
+    source="the stand-in",
+)
+
+
+@pytest.mark.usefixtures("fake_vllm")
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_the_stand_in_engine_takes_as_long(monkeypatch: pytest.MonkeyPatch, asynchronous: bool) -> None:
+    """Its host's constants are those of HOST; the device needs 10 us before the layers and 30 behind them."""
+    _, _, steps = played(monkeypatch, asynchronous, trace((0.0, 5, 12)))
+    host = TableHost(HOST, 6, 512, False, asynchronous)
+
+    class Device:
+        def step_ns(self, shapes: object) -> int:
+            return round(1e3 * (10.0 + FORWARD_US + 30.0))
+
+    one = engine(limits=WIDE, asynchronous=asynchronous)
+    group = HostedGroup([one], Device(), host, asynchronous=asynchronous)
+    (record,), _ = replayed([group], [request(prompt=5, output=12)])
+    ends_us = [one.updated_s * 1e6 for one in steps]
+    ours_us = [end / 1e3 for end in group.times.end_ns]
+    theirs = [after - before for before, after in pairwise(ends_us[1:])]
+    ours = [after - before for before, after in pairwise(ours_us[1:])]
+    # What the device does before the layers it does while the thread launches these: 10 us that the rule waits for.
+    assert ours == pytest.approx(theirs, abs=11.0)
+    assert record.finish_ns is not None
+
+
+def test_how_steps_are_launched():
+    shape = StepShape(((100, 0),), 3, 30, 10, 30, 4)
+    decodes = StepShape((), 3, 30, 10, 30, 3)
+    host = Host(
+        **{name: HostPart(0.0, 0.0) for name in ("schedule", "prepare", "bookkeep", "tokens", "output")},
+        replay=HostPart(90.0, 1.0),
+        sample=HostPart(0.0, 0.0),
+        update=HostPart(5.0, 0.5),
+        launch=HostLaunch(700.0, 2_900.0),
+        piecewise=HostLaunch(100.0, 400.0),
+        source="here",
+    )
+    graphs = TableHost(host, 6, 512, False, True)
+    assert graphs.times([decodes]) == (93_000, 0, 6_500, 0)
+    assert graphs.times([shape]) == (0, 700_000 + 6 * 2_900_000, 7_000, 0)
+    assert graphs.times([shape, None, decodes]) == graphs.times([shape])
+    assert graphs.times([None, decodes]) == graphs.times([decodes])
+    assert TableHost(host, 6, 512, True, True).times([shape]).launch_ns == 100_000 + 6 * 400_000
+    assert TableHost(host, 6, 64, True, True).times([shape]) == graphs.times([shape])
+    assert TableHost(host, 6, 0, False, True).times([decodes]).launch_ns == 700_000 + 6 * 2_900_000
+
+
+def test_the_books_wait_for_the_tokens_without_asynchronous_scheduling():
+    host = Host(
+        **{name: HostPart(1.0, 0.0) for name in ("schedule", "prepare", "replay", "sample", "tokens", "update")},
+        bookkeep=HostPart(100.0, 0.0),
+        output=HostPart(10.0, 0.0),
+        launch=HostLaunch(0.0, 0.0),
+        piecewise=None,
+        source="here",
+    )
+    decodes = StepShape((), 3, 30, 10, 30, 3)
+    assert TableHost(host, 6, 512, False, True).times([decodes]) == (3_000, 101_000, 2_000, 10_000)
+    assert TableHost(host, 6, 512, False, False).times([decodes]) == (3_000, 1_000, 102_000, 10_000)
+    added = TableHost(host, 6, 512, False, False, HostPart(4.0, 1.0))
+    assert added.times([decodes]).before_ns == 3_000 + 7_000
