@@ -121,6 +121,32 @@ def bind(
     return Bound(tuple(rows), {c: tuple(p) for c, p in problems.items()}, found, bound_share)
 
 
+def functions(
+    results: Iterable[ShotResult], shots: Sequence[Shot], spec: ModelSpec, info: EngineInfo, binding: Binding
+) -> dict[tuple[Category, str, Key], tuple[str, ...]]:
+    """The device functions of every cell by category, component and key, that of most time first.
+
+    An engine names them as its profiler does, template arguments included.
+    """
+    match = matcher(binding.rules(stack_spec(spec, info)))
+    found: dict[tuple[Category, str, Key], tuple[str, ...]] = {}
+    for result in results:
+        shot = shots[result.shot_index]
+        if result.failure is not None or never_dense(shot, info):
+            continue
+        times: dict[tuple[Category, str], dict[str, float]] = defaultdict(lambda: defaultdict(float))
+        for sample in result.samples:
+            rule = match(sample.module, sample.kernel, shot.regime)
+            if rule is not None and rule.category is not None:
+                times[rule.category, rule.name or sample.kernel][sample.kernel] += sample.duration_us
+        for fill in shot.fills:
+            for name in fill.components:
+                if own := times.get((fill.category, name)):
+                    ordered = [function for _, function in sorted((-us, function) for function, us in own.items())]
+                    found.setdefault((fill.category, name, fill.key), tuple(ordered))
+    return found
+
+
 def decode_threshold_tokens(info: EngineInfo) -> int:
     """Longest chunk that the engine's main attention runs as a decode; 0 when it has no such rule."""
     return int(info.settings.get("mla_decode_threshold_tokens") or 0)

@@ -12,7 +12,7 @@ Where a kernel changes its way of working (`profiler.kernels._breaks`) no line l
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Final
@@ -44,12 +44,14 @@ _DECODE_AXES: Final = ("decode_requests", "decode_kv_tokens")
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One cell on a line: its coordinate along the line's axis, microseconds, spread and row number in the table."""
+    """One cell on a line: its coordinate along the line's axis, microseconds, spread and row number in the table.
+    functions: what ran there, that of most time first; empty where it is not known."""
 
     at: float
     time_us: float
     spread_rel: float
     row: int
+    functions: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +68,10 @@ class Line:
     breaks: tuple[int, ...]
 
     def crosses(self, low: float, high: float) -> bool:
-        """Whether the kernel changes between two coordinates: at a known place, or by a step within one token."""
+        """Whether the kernel changes between two coordinates: at a known place, by a step within one token, or since
+        another function runs."""
         return any(low <= at < high for at in self.breaks) or any(
-            low <= a.at and b.at <= high and _steps(a, b) for a, b in pairwise(self.points)
+            low <= a.at and b.at <= high and (_steps(a, b) or _others(a, b)) for a, b in pairwise(self.points)
         )
 
 
@@ -77,15 +80,25 @@ def _steps(low: Point, high: Point) -> bool:
     return high.at - low.at == 1.0 and not 1 / STEP <= ratio <= STEP * (high.at / max(low.at, 1.0)) ** 2
 
 
-def lines(table: Table, spec: ModelSpec) -> Iterator[Line]:
-    """Every line of a table along each of its axes. Tables of experts and of unequal batches have none."""
+def _others(low: Point, high: Point) -> bool:
+    """Whether the main function of neither ran at the other."""
+    a, b = low.functions, high.functions
+    return bool(a and b) and a[0] not in b and b[0] not in a
+
+
+def lines(table: Table, spec: ModelSpec, ran_there: Mapping[int, tuple[str, ...]] | None = None) -> Iterator[Line]:
+    """Every line of a table along each of its axes. Tables of experts and of unequal batches have none.
+
+    ran_there: the functions behind each row number, where they are known.
+    """
+    ran_there = ran_there or {}
     if table.category in ("moe", "skew"):
         return
     columns = table.columns
     names = [str(name) for name in columns[KEY_COLUMNS[table.category][0]]]
     if table.category not in ATTENTION_LIKE:
         axis = KEY_COLUMNS[table.category][1]
-        yield from _along(table, spec, axis, None, range(len(names)), names)
+        yield from _along(table, spec, axis, None, range(len(names)), names, ran_there)
         return
     chunks, requests = columns["prefill_chunk_tokens"], columns["decode_requests"]
     for axes, rows in (
@@ -93,18 +106,24 @@ def lines(table: Table, spec: ModelSpec) -> Iterator[Line]:
         (_DECODE_AXES, [i for i in range(len(names)) if requests[i] and not chunks[i]]),
     ):
         for axis, other in (axes, axes[::-1]):
-            yield from _along(table, spec, axis, other, rows, names)
+            yield from _along(table, spec, axis, other, rows, names, ran_there)
 
 
 def _along(
-    table: Table, spec: ModelSpec, axis: str, other: str | None, rows: Iterable[int], names: Sequence[str]
+    table: Table,
+    spec: ModelSpec,
+    axis: str,
+    other: str | None,
+    rows: Iterable[int],
+    names: Sequence[str],
+    ran_there: Mapping[int, tuple[str, ...]],
 ) -> Iterator[Line]:
     times, spreads = table.columns["time_us"], table.columns["spread_rel"]
     found: dict[tuple[str, float], list[Point]] = defaultdict(list)
     for row in rows:
         beside = float(table.columns[other][row]) if other else 0.0
         at = float(table.columns[axis][row])
-        found[names[row], beside].append(Point(at, float(times[row]), float(spreads[row]), row))
+        found[names[row], beside].append(Point(at, float(times[row]), float(spreads[row]), row, ran_there.get(row, ())))
     for (name, beside), points in found.items():
         ordered = tuple(sorted(points, key=lambda point: point.at))
         yield Line(name, axis, beside, ordered, breaks(spec, name, axis, int(beside)))
@@ -174,20 +193,26 @@ def disorder(line: Line) -> tuple[int, int]:
 
 def open_changes(line: Line) -> int:
     """Changes of kernel within the line that a lookup leads across: a step without points at both its sides, a bend
-    without a point on it."""
+    without a point on it, two functions more than one apart with no such place between them."""
     has = {point.at for point in line.points}
     needed = (0, 1) if jumps(line.kernel, line.axis) else (0,)
     first, last = line.points[0].at, line.points[-1].at
-    return sum(first <= at < last and not all(at + step in has for step in needed) for at in line.breaks)
+    known = sum(first <= at < last and not all(at + step in has for step in needed) for at in line.breaks)
+    return known + sum(
+        _others(a, b) and b.at > a.at + 1 and not any(a.at <= at < b.at for at in line.breaks)
+        for a, b in pairwise(line.points)
+    )
 
 
-def quality(table: Table, spec: ModelSpec, ran: Ran | None = None) -> dict[str, Any]:
+def quality(
+    table: Table, spec: ModelSpec, ran: Ran | None = None, ran_there: Mapping[int, tuple[str, ...]] | None = None
+) -> dict[str, Any]:
     """What meta.yaml keeps of a table. Shares are relative; a figure without any value behind it is left out.
 
     spread: p50 and p90 over the cells of JUDGED_FROM_US and more. leave_one_out: p50, p90 and number of errors, over
     all axes, for each, and of an attention-like table for each kernel along each. disorder: pairs in which more keys
     take less time, and all pairs. outliers: cells unlike their neighbours. open_changes: kernel changes without a point
-    on both sides, per kernel and axis.
+    on both sides, per kernel and axis. ran: what ran the kernels. ran_there: the functions behind each row number.
     """
     times, spreads = table.columns["time_us"], table.columns["spread_rel"]
     judged = [
@@ -202,7 +227,7 @@ def quality(table: Table, spec: ModelSpec, ran: Ran | None = None) -> dict[str, 
     by_kernel: dict[str, list[float]] = defaultdict(list)
     wrong = pairs = 0
     open_at: dict[str, int] = defaultdict(int)
-    for line in lines(table, spec):
+    for line in lines(table, spec, ran_there):
         own = leave_one_out(line, ran)
         errors[line.axis] += own
         by_kernel[f"{line.kernel} {line.axis}"] += own

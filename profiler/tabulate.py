@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Final
 
-from profiler.bind import Bound, Row, Unbound, bind, decode_threshold_tokens, selection_in_dense_prefill
+from profiler.bind import Bound, Row, Unbound, bind, decode_threshold_tokens, functions, selection_in_dense_prefill
 from profiler.card import CPU
 from profiler.contract import execution_of, variant_suffix
 from profiler.core.bundle import SCHEMA_VERSION, Table, make_table
@@ -21,7 +21,7 @@ from profiler.core.types import Category, ModelSpec
 from profiler.core.units import MIB
 from profiler.engines.base import Binding, EngineInfo
 from profiler.kernels._axes import Limits
-from profiler.kernels._components import categories_of
+from profiler.kernels._components import ATTENTION_LIKE, categories_of
 from profiler.kernels._placement import Ran, ran_of
 from profiler.quality import quality
 from profiler.recheck import check_outliers
@@ -107,8 +107,11 @@ def tabulate(runs: Sequence[Run], spec: ModelSpec, binding: Binding, categories:
     not_run = [shot for index, shot in enumerate(shots) if index not in results]
     grid = _grid(runs, tables, bound, reasons, not_run)
     ran = _ran(runs[-1], spec)
+    ran_where = functions(results.values(), shots, spec, info, binding)
     for category, table in tables.items():
-        own = quality(table, spec, ran) | ({"confirmed": found} if (found := unlike.confirmed.get(category)) else {})
+        own = quality(table, spec, ran, _by_row(table, ran_where)) | (
+            {"confirmed": found} if (found := unlike.confirmed.get(category)) else {}
+        )
         grid[f"tp{runs[-1].tp}/{category}"]["quality"] = own
     if "attention" in tables and any(shot.regime == "dense" for shot in shots):
         grid[f"tp{runs[-1].tp}/attention"]["dense_prefill"] = {
@@ -125,6 +128,22 @@ def _needed(run: Run, spec: ModelSpec, categories: Sequence[Category]) -> Collec
         return ()
     limits = Limits(**known | {"ep_degrees": tuple(known["ep_degrees"])})
     return contained(spec, limits, categories)
+
+
+def _by_row(table: Table, ran_where: Mapping[tuple[Category, str, Key], tuple[str, ...]]) -> dict[int, tuple[str, ...]]:
+    """The functions behind each row of a table of batches. Products of matrices have another for every few sizes, which
+    says nothing of their time, so other tables have none."""
+    if table.category not in ATTENTION_LIKE:
+        return {}
+    of_cell = {
+        (name, key): functions for (category, name, key), functions in ran_where.items() if category == table.category
+    }
+    names = KEY_COLUMNS[table.category]
+    found = {}
+    for row in range(len(table)):
+        name, *key = (table.columns[column][row] for column in names)
+        found[row] = of_cell.get((str(name), tuple(int(value) for value in key)), ())
+    return found
 
 
 def _ran(run: Run, spec: ModelSpec) -> Ran | None:

@@ -130,8 +130,8 @@ GRIDS: Final[dict[str, Axes]] = {
     ),
     # The coarse grid and, between its points, those where kernels of 132 multiprocessors (H100, H200) bend or step.
     # Chunks: one token is a decode for the indexer and two are not; back ends stop treating a chunk as decode behind
-    # 128 or 256, and FlashAttention 3 stops splitting keys of more than 992 rows. Requests: cooperative top-k ends at
-    # 32 rows; 33, 66, 132 and 198 requests fill whole waves of tiles, one more begins another. Keys: the top-k kernels
+    # 128 or 256, and FlashAttention 3 stops splitting keys of more than 992 rows. Requests: top-k changes its kernel
+    # between 8 and 16 rows and behind 32; 33, 66, 132 and 198 requests fill whole waves of tiles, one more begins another. Keys: the top-k kernels
     # bend between 8k and 128k, where a row takes another path and the scores of a batch outgrow the L2 cache.
     "full": Axes(
         tokens=_COARSE_TOKENS,
@@ -147,7 +147,7 @@ GRIDS: Final[dict[str, Axes]] = {
         dense_chunk_tokens=(1, 16, 64, 128, 129, 256, 257, 384, 512, 768, 1024, 1280, 1536, 1792, 2048),
         dense_context_tokens=(0, 1, 256, 512, 1024, 1536, 2048),
         decode_requests=(
-            *(1, 2, 4, 8, 12, 16, 24, 32, 33, 34, 48, 64, 66, 67, 96, 128, 132, 133, 192, 198, 199, 256, 384, 512, 768),
+            *(1, 2, 4, 8, 9, 16, 24, 32, 33, 34, 48, 64, 66, 67, 96, 128, 132, 133, 192, 198, 199, 256, 384, 512, 768),
             1024,
         ),
         decode_kv_tokens=(

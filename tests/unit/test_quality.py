@@ -7,6 +7,7 @@ import pytest
 
 from profiler.core.bundle import Table, make_table
 from profiler.core.registry import load_model
+from profiler.kernels._placement import Ran
 from profiler.quality import lines, open_changes, outliers, quality
 
 V32 = load_model("deepseek-ai/DeepSeek-V3.2-Exp")
@@ -71,3 +72,25 @@ def test_more_keys_in_less_time_are_counted_beyond_the_spread() -> None:
 def test_spread_counts_cells_of_twenty_microseconds_and_more() -> None:
     rows = [("lm_head", n, time, spread) for n, time, spread in ((1, 19.0, 0.9), (2, 20.0, 0.02), (4, 30.0, math.nan))]
     assert quality(make_table("per_sequence", rows), V32)["spread_from_20_us"] == {"p50": 0.02, "p90": 0.02, "cells": 1}
+
+
+def test_no_line_leads_from_one_function_to_another() -> None:
+    """What ran tells two kernels apart where neither ran at the other; a gap between them stays open."""
+    rows = [("index_topk", 0, 0, n, 4096, 1, time, 0.0) for n, time in ((1, 5.0), (8, 5.0), (16, 9.0), (32, 9.0))]
+    table = make_table("indexer", rows)
+    functions = {0: ("small", "fill"), 1: ("small", "fill"), 2: ("large", "fill"), 3: ("large", "fill")}
+    blind, told = quality(table, V32), quality(table, V32, None, functions)
+    assert blind["leave_one_out"]["cells"] == 2 and "open_changes" not in blind
+    assert "leave_one_out" not in told and told["open_changes"] == {"index_topk decode_requests": 1}
+    # A helper that takes more time at one point is no other kernel.
+    helper = functions | {1: ("fill", "small"), 2: ("small", "fill"), 3: ("small", "fill")}
+    assert quality(table, V32, None, helper)["leave_one_out"]["cells"] == 2
+
+
+def test_errors_are_those_of_lookups_along_the_work() -> None:
+    """Causal chunks: t = 3 + pairs is off by a half along the length, and exact along the work."""
+    rows = [("index_scores", c, 0, 0, 0, 0, 3.0 + c * (c + 1) / 2, 0.0) for c in (64, 256, 1024)]
+    table = make_table("indexer", rows)
+    assert quality(table, V32)["leave_one_out"]["p50"] > 0.5
+    along = quality(table, V32, Ran(sm_count=0, tiles=False, heads=128, cap_tokens=2048))
+    assert along["leave_one_out"]["p50"] == 0.0
