@@ -131,8 +131,9 @@ GRIDS: Final[dict[str, Axes]] = {
     # The coarse grid and, between its points, those where kernels of 132 multiprocessors (H100, H200) bend or step.
     # Chunks: one token is a decode for the indexer and two are not; back ends stop treating a chunk as decode behind
     # 128 or 256, and FlashAttention 3 stops splitting keys of more than 992 rows. Requests: top-k changes its kernel
-    # between 8 and 16 rows and behind 32; 33, 66, 132 and 198 requests fill whole waves of tiles, one more begins another. Keys: the top-k kernels
-    # bend between 8k and 128k, where a row takes another path and the scores of a batch outgrow the L2 cache.
+    # between 8 and 16 rows and behind 32; 33, 66, 132 and 198 requests fill whole waves of tiles, one more begins
+    # another. Keys: the top-k kernels bend between 8k and 128k, where a row takes another path and the scores of a
+    # batch outgrow the L2 cache.
     "full": Axes(
         tokens=_COARSE_TOKENS,
         sequences=_COARSE_SEQUENCES,
