@@ -318,8 +318,8 @@ def publish(
 ) -> tuple[Path | None, Acquired]:
     """Binds the runs of one tp and writes what is complete. Returns (bundle or None, what was acquired).
 
-    Tables that the bundle has already, equal to the last digit, are left as they are. Errors as `tabulate` and
-    `write_bundle`.
+    Tables that the bundle has already, equal to the last digit, are left as they are, and what meta.yaml says of them,
+    unless `force` is given. Errors as `tabulate` and `write_bundle`.
     """
     tp = runs[-1].tp
     binding = find_binding(runs[-1].info, job.contract)
@@ -331,7 +331,7 @@ def publish(
     tables = {
         (tp, category): table
         for category, table in acquired.tables.items()
-        if (tp, category) not in there or table_text(there[tp, category]) != table_text(table)
+        if force or (tp, category) not in there or table_text(there[tp, category]) != table_text(table)
     }
     if tables:
         own = {category: table for (at, category), table in there.items() if at == tp} | dict(acquired.tables)

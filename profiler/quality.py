@@ -1,6 +1,6 @@
 """How good a table is: repeat spread, error of interpolation, order along the keys, cells unlike their neighbours.
 
-Everything here is computed from a table alone, so it says the same of a bundle read back as of one just measured.
+Everything here is computed from a table and, where samples are at hand, the device functions behind its rows.
 
 Leave-one-out: each inner point of a row is predicted from its two neighbours along that axis as lookups do, straight in
 the work between them (profiler.kernels._placement), and compared with what was measured. Neighbours are twice as far
