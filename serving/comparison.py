@@ -13,6 +13,7 @@ from profiler.core.units import NS_PER_MS, NS_PER_S
 from serving.core.runlog import percentile
 from serving.metrics import COLUMNS
 from serving.recorded import Recorded, RecordedRequest
+from serving.result import Result
 
 STATISTICS = ("mean", "p50", "p90", "p99")
 METRICS = ("ttft", "tpot", "latency")
@@ -124,7 +125,14 @@ def compare(run: Path, recorded: Recorded, since: str = "queued") -> Comparison:
     in, as the recording does; "arrival" counts them from arrival_ns, for traces whose arrivals are queueing times.
     Raises ConfigError when the two runs are not of the same requests.
     """
-    simulated = _paired(run, read_run(run), recorded)
+    return compare_requests(str(run), read_run(run), recorded, since)
+
+
+def compare_requests(
+    run: str, requests: list[SimulatedRequest], recorded: Recorded, since: str = "queued"
+) -> Comparison:
+    """The same of rows that are read already; `run` names them in messages."""
+    simulated = _paired(run, requests, recorded)
     sides = []
     for ours, theirs in zip(simulated, recorded.requests, strict=True):
         if (ours.prompt_tokens, ours.output_tokens) != (theirs.prompt_tokens, theirs.output_tokens):
@@ -216,7 +224,19 @@ def _metrics(one: _Times, output_tokens: int) -> dict[str, int]:
     return found
 
 
-def _paired(run: Path, simulated: list[SimulatedRequest], recorded: Recorded) -> list[SimulatedRequest]:
+def simulated_requests(result: Result) -> list[SimulatedRequest]:
+    """What read_run would read of a finished replay. Raises ConfigError when a request did not finish."""
+    found = []
+    for asked, got in zip(result.trace.requests, result.records, strict=True):
+        times = got.arrival_ns, got.queued_ns, got.scheduled_ns, got.first_token_ns, got.finish_ns
+        known = [one for one in times if one is not None]
+        if got.outcome != "finished" or len(known) < len(times):
+            raise ConfigError(f"request {asked.request_id}: outcome is {got.outcome!r}; only finished ones compare")
+        found.append(SimulatedRequest(asked.request_id, asked.prompt_tokens, asked.output_tokens, *known))
+    return found
+
+
+def _paired(run: str, simulated: list[SimulatedRequest], recorded: Recorded) -> list[SimulatedRequest]:
     """The simulated requests in the order of the recorded ones."""
     if len(simulated) != len(recorded.requests):
         raise ConfigError(f"{run}: {len(simulated)} requests, the recorded run has {len(recorded.requests)}")

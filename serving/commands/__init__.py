@@ -17,4 +17,5 @@ SUMMARIES = {
     "size": "The highest rate and the fewest GPUs that keep an SLO.",
     "sweep": "Run every legal point of a sweep file; one table, resumable.",
     "trace": "Convert, rescale, cut, filter, merge, generate, summarise and plot traces.",
+    "validate": "Recordings of a real engine against the simulator: requests, steps, blocks.",
 }
