@@ -2,7 +2,7 @@
 
 import datetime
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -11,12 +11,13 @@ from profiler.bind import never_dense
 from profiler.borrow import with_origin
 from profiler.card import CPU, check_card, choose_engine, hardware_name
 from profiler.contract import REPLAY_CATEGORIES, check_execution, execution_of, replay_spec
-from profiler.core.bundle import read_bundle, table_text, write_bundle
+from profiler.core.bundle import Table, read_bundle, table_text, write_bundle
 from profiler.core.errors import AcquisitionError, ConfigError
 from profiler.core.hardware import load_hardware
 from profiler.core.kv import KV_DTYPES, kv_layout
 from profiler.core.registry import load_model, load_model_config
 from profiler.core.shots import Shot
+from profiler.core.skew_fit import SkewFit
 from profiler.core.types import Category, ModelSpec, Parallel
 from profiler.engines.base import Engine, EngineOptions, ShotResult, create_engine, find_binding, most_repeats
 from profiler.kernels._axes import Limits
@@ -25,6 +26,7 @@ from profiler.kernels.moe import local_experts
 from profiler.power import sample_power, with_power
 from profiler.recheck import suspects
 from profiler.samples import Run, append_power, append_result, plain_info, read_runs, start_run
+from profiler.shared import shared_tables
 from profiler.skew import fit_skew
 from profiler.sweep import (
     batch_of,
@@ -33,6 +35,7 @@ from profiler.sweep import (
     merge,
     plan,
     rank_spec,
+    shared_categories,
     split_by_memory,
     split_by_prefills,
 )
@@ -109,6 +112,8 @@ def prepare(job: Job, model_root: Path | None = None) -> Target:
         rank_spec(spec, tp)
         limits[tp] = Limits(job.grid, tp, job.ep_degrees, length, job.max_num_batched_tokens, job.max_num_seqs)
         categories[tp] = choose_categories(spec, wanted, tp, job.skip_skew)
+        if wanted is None and tp != job.tps[0]:
+            categories[tp] = tuple(c for c in categories[tp] if c not in shared_categories(spec, job.tps))
         if "moe" in categories[tp] and spec.moe is not None:
             for ep in job.ep_degrees:
                 local_experts(spec.moe, ep)
@@ -333,18 +338,32 @@ def publish(
         for category, table in acquired.tables.items()
         if force or (tp, category) not in there or table_text(there[tp, category]) != table_text(table)
     }
+    shared = shared_tables(bundle, acquired, target.spec, force)
+    tables |= shared.tables
     if tables:
-        own = {category: table for (at, category), table in there.items() if at == tp} | dict(acquired.tables)
-        ran = ran_of(bundle_meta(runs, target.spec, acquired, binding), target.spec, tp)
-        fitted = fit_skew(own, target.spec, ran) if "skew" in own else None
-        if fitted:
-            name = f"tp{tp}/skew"
-            entry = acquired.grid.get(name) or (bundle.meta["grid"].get(name) if bundle else None) or {}
-            acquired = replace(acquired, grid={**acquired.grid, name: {**entry, "fit": fitted.report}})
-        fits = {tp: fitted.fits} if fitted else {}
+        latest = {**there, **{(tp, category): table for category, table in acquired.tables.items()}, **tables}
+        grid = {**(bundle.meta["grid"] if bundle else {}), **acquired.grid, **shared.grid}
         meta = with_power(bundle_meta(runs, target.spec, acquired, binding), runs, bundle.meta if bundle else {})
-        write_bundle(out_root, meta, tables, force, fits)
+        fits, reports = _fitted(latest, target.spec, {tp, *(at for at, _ in shared.tables)}, meta | {"grid": grid})
+        acquired = replace(acquired, grid={**acquired.grid, **shared.grid, **reports})
+        write_bundle(out_root, meta | {"grid": dict(acquired.grid)}, tables, force, fits)
     return (folder if acquired.tables else None), acquired
+
+
+def _fitted(
+    tables: Mapping[tuple[int, Category], Table], spec: ModelSpec, tps: Iterable[int], meta: Mapping[str, Any]
+) -> tuple[dict[int, Sequence[SkewFit]], dict[str, Any]]:
+    """Corrections for unequal batches by tp where there is a table of them, and their entries in meta.yaml's grid."""
+    fits: dict[int, Sequence[SkewFit]] = {}
+    entries: dict[str, Any] = {}
+    for tp in sorted(tps):
+        own = {category: table for (at, category), table in tables.items() if at == tp}
+        if "skew" in own:
+            fitted = fit_skew(own, spec, ran_of(meta, spec, tp))
+            name = f"tp{tp}/skew"
+            fits[tp] = fitted.fits
+            entries[name] = {**(meta["grid"].get(name) or {}), "fit": fitted.report}
+    return fits, entries
 
 
 def refuse_incomplete(acquired: Sequence[Acquired]) -> None:

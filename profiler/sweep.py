@@ -65,9 +65,43 @@ def choose_categories(
 
 
 def plan(spec: ModelSpec, limits: Limits, categories: Iterable[Category]) -> dict[Category, list[Shot]]:
-    """Shots per category, each shot for that category alone. `spec` is the whole model."""
+    """Shots per category, each shot for that category alone. `spec` is the whole model.
+
+    Sparse attention shares its batches with the indexer; without that one it has fewer of them, since it reads no more
+    keys beyond its cap.
+    """
     modules = category_modules()
-    return {category: modules[category].shots(spec, limits) for category in categories}
+    found = {category: modules[category].shots(spec, limits) for category in categories}
+    if "sparse_attention" in found and "indexer" not in found:
+        cap = modules["sparse_attention"].kv_cap_tokens(spec)
+        found["sparse_attention"] = few_beyond(found["sparse_attention"], cap) if cap else found["sparse_attention"]
+    return found
+
+
+def few_beyond(shots: Iterable[Shot], cap: int) -> list[Shot]:
+    """Shots of one table of batches with only a few points beyond `cap` keys on each line along them: one key more, the
+    first of 8 caps, the first of 32, the last."""
+    lines: dict[tuple[int, int], dict[int, Shot]] = {}
+    for shot in shots:
+        chunk, context, requests, keys, _ = (int(value) for value in shot.fills[0].key)
+        lines.setdefault((chunk, requests), {})[context if chunk else keys] = shot
+    kept: list[Shot] = []
+    for line in lines.values():
+        beyond = sorted(at for at in line if at > cap)
+        wanted = {min((at for at in beyond if at >= least), default=0) for least in (8 * cap, 32 * cap)}
+        wanted |= {cap + 1, *beyond[-1:]}
+        kept += [shot for at, shot in line.items() if at <= cap or at in wanted]
+    return kept
+
+
+def shared_categories(spec: ModelSpec, tps: Iterable[int]) -> tuple[Category, ...]:
+    """Categories whose kernels do the same work on a rank at every one of these degrees, so that one is enough.
+
+    That is the indexer of DSA, whose heads tensor parallelism does not divide.
+    """
+    if spec.indexer is None or any(rank_spec(spec, tp).indexer != spec.indexer for tp in tps):
+        return ()
+    return ("indexer",)
 
 
 def merge(shots: Iterable[Shot], before_others: Collection[Shot] = ()) -> list[Shot]:

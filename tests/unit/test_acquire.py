@@ -278,6 +278,54 @@ def test_each_degree_gets_its_own_tables(root: Path, tmp_path: Path, fake: Start
     assert (1, "moe") in found and (2, "moe") not in found and (2, "dense") in found
 
 
+def test_the_indexer_is_measured_at_one_degree_for_all(root: Path, tmp_path: Path, fake: Start) -> None:
+    factor = 1.0
+
+    def make(index: int, shot: Shot, repeat: int) -> list[KernelSample]:
+        return [replace(s, duration_us=s.duration_us * factor) for s in each_component(index, shot, repeat)]
+
+    fake(make)
+    the_job = job(tps=(1, 2))
+    target = acquire.prepare(the_job, root)
+    assert "indexer" in target.categories[1] and "indexer" not in target.categories[2]
+    runs = {}
+    for tp in the_job.tps:
+        runs[tp] = acquire.measure(the_job, target, tp, quiet)
+        folder, acquired = acquire.publish([runs[tp]], target, the_job, tmp_path)
+        acquire.refuse_incomplete([acquired])
+    assert folder is not None
+    bundle = read_bundle(folder)
+    assert bundle.table(2, "indexer").columns == bundle.table(1, "indexer").columns
+    assert bundle.meta["grid"]["tp2/indexer"]["from"] == {"tp": 1}
+    assert "from" not in bundle.meta["grid"]["tp1/indexer"]
+    # Unequal batches of its kernels are compared with the shared table.
+    assert "index_scores" in bundle.meta["grid"]["tp2/skew"]["fit"]
+
+    factor = 2.0
+    one = job(categories=("indexer",))
+    target = acquire.prepare(one, root)
+    acquire.publish([acquire.measure(one, target, 1, quiet)], target, one, tmp_path, force=True)
+    again = read_bundle(folder)
+    assert again.table(1, "indexer").columns["time_us"] != bundle.table(1, "indexer").columns["time_us"]
+    assert again.table(2, "indexer").columns == again.table(1, "indexer").columns
+
+    # One that is measured at its own degree stays its own.
+    factor = 3.0
+    own = job(tps=(2,), categories=("indexer",))
+    target = acquire.prepare(own, root)
+    acquire.publish([acquire.measure(own, target, 2, quiet)], target, own, tmp_path, force=True)
+    assert "from" not in read_bundle(folder).meta["grid"]["tp2/indexer"]
+    factor = 1.0
+    target = acquire.prepare(one, root)
+    acquire.publish([acquire.measure(one, target, 1, quiet)], target, one, tmp_path, force=True)
+    last = read_bundle(folder)
+    assert last.table(2, "indexer").columns != last.table(1, "indexer").columns
+
+
+def test_one_degree_by_itself_has_every_table(root: Path) -> None:
+    assert "indexer" in acquire.prepare(job(tps=(2,)), root).categories[2]
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

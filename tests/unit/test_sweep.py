@@ -8,7 +8,17 @@ from profiler.core.errors import ConfigError
 from profiler.core.registry import load_model
 from profiler.core.shots import Fill, MoeBatch, Shot
 from profiler.kernels._axes import Limits
-from profiler.sweep import choose_categories, kv_blocks_tokens, merge, plan, rank_spec, split_by_memory
+from profiler.sweep import (
+    batch_of,
+    choose_categories,
+    contained,
+    kv_blocks_tokens,
+    merge,
+    plan,
+    rank_spec,
+    shared_categories,
+    split_by_memory,
+)
 
 V32 = load_model("deepseek-ai/DeepSeek-V3.2-Exp")
 M3 = load_model("MiniMaxAI/MiniMax-M3")
@@ -41,6 +51,40 @@ def test_a_model_is_measured_in_the_categories_that_it_runs() -> None:
 def test_wrong_categories_are_refused(spec: object, asked: list[str], tp: int, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         choose_categories(spec, asked, tp)  # type: ignore[arg-type]
+
+
+def test_the_indexer_of_dsa_does_the_same_work_at_every_degree() -> None:
+    assert shared_categories(V32, (1, 2, 4, 8)) == ("indexer",)
+    assert shared_categories(M3, (1,)) == ("indexer",)
+    assert shared_categories(M3, (1, 2)) == ()
+    assert shared_categories(LLAMA, (1, 2)) == ()
+
+
+@pytest.mark.parametrize("grid", ["coarse", "full"])
+def test_sparse_attention_alone_has_few_points_beyond_its_cap(grid: str) -> None:
+    limits = Limits(grid, 2, (1,), 163_840, 8_192, 256)
+    both = plan(V32, limits, ("indexer", "sparse_attention"))["sparse_attention"]
+    alone = plan(V32, limits, ("sparse_attention",))["sparse_attention"]
+    assert set(alone) < set(both)
+
+    def lines(shots: list[Shot], prefill: bool) -> dict[int, list[int]]:
+        found: dict[int, list[int]] = {}
+        for shot in shots:
+            chunk, context, requests, keys, _ = (int(value) for value in shot.fills[0].key)
+            if bool(chunk) == prefill:
+                found.setdefault(chunk if prefill else requests, []).append(context if prefill else keys)
+        return {line: sorted(at) for line, at in found.items()}
+
+    for prefill in (True, False):
+        whole, few = lines(both, prefill), lines(alone, prefill)
+        assert whole.keys() == few.keys()
+        for line, points in whole.items():
+            assert [at for at in few[line] if at <= 2_048] == [at for at in points if at <= 2_048]
+            beyond = [at for at in few[line] if at > 2_048]
+            assert beyond[-1] == points[-1] and len(beyond) <= 4
+            assert not prefill or {16_384, 65_536} <= set(beyond)
+    batches = {batch_of(shot, True) for shot in alone}
+    assert contained(V32, limits, ("sparse_attention",)) <= batches
 
 
 def test_merging_keeps_every_cell_and_runs_each_batch_once() -> None:
