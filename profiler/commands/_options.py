@@ -1,8 +1,9 @@
 """What the commands that start an engine share: its options, the job they make, progress on stderr."""
 
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -133,10 +134,20 @@ def _repeatable(model: str, options: dict[str, Any]) -> str:
 
 
 def measure_all(
-    job: "Job", target: "Target", save_to: Path | None, resume: bool, new_in: Path | None
+    job: "Job",
+    target: "Target",
+    save_to: Path | None,
+    resume: bool,
+    new_in: Path | None,
+    apart: bool | None = None,
 ) -> "dict[int, list[Run]]":
-    """Runs of every tp, those that `save_to` holds already first. new_in: see `profiler.acquire.measure`."""
+    """Runs of every tp, those that `save_to` holds already first. new_in: see `profiler.acquire.measure`.
+
+    apart: each tp in a process of its own; None: where there are several and vllm, which starts once in a process and
+    keeps its memory, measures them.
+    """
     from profiler import acquire
+    from profiler.card import choose_engine
     from profiler.core.errors import ConfigError
 
     earlier: dict[int, list[Run]] = {}
@@ -144,15 +155,43 @@ def measure_all(
         if not resume:
             raise ConfigError(f"{save_to}: exists; --resume continues it, another name starts anew")
         earlier = acquire.load_samples([save_to], target)
-    runs: dict[int, list[Run]] = {}
-    for tp in job.tps:
-        with progress_bar(f"{target.spec.name} on {target.hardware}, tp {tp}") as report:
-            before = earlier.get(tp, [])
-            runs[tp] = [
-                *before,
-                acquire.measure(job, target, tp, report, save_to=save_to, earlier=before, new_in=new_in),
-            ]
-    return runs
+    if apart is None:
+        apart = len(job.tps) > 1 and choose_engine(job.engine, target.hardware) == "vllm"
+    if apart:
+        return _measure_apart(job, target, save_to, new_in, earlier)
+    return {
+        tp: [*earlier.get(tp, []), measure_one(job, target, tp, save_to, earlier.get(tp, []), new_in)] for tp in job.tps
+    }
+
+
+def measure_one(
+    job: "Job", target: "Target", tp: int, save_to: Path | None, earlier: "Sequence[Run]", new_in: Path | None
+) -> "Run":
+    """`profiler.acquire.measure` with its progress on stderr."""
+    from profiler import acquire
+
+    with progress_bar(f"{target.spec.name} on {target.hardware}, tp {tp}") as report:
+        return acquire.measure(job, target, tp, report, save_to=save_to, earlier=earlier, new_in=new_in)
+
+
+def _measure_apart(
+    job: "Job", target: "Target", save_to: Path | None, new_in: Path | None, earlier: "Mapping[int, list[Run]]"
+) -> "dict[int, list[Run]]":
+    from profiler import acquire
+    from profiler.apart import run_apart
+
+    with tempfile.TemporaryDirectory(prefix="sparsight-samples-") as folder:
+        samples = save_to or Path(folder, "samples.csv.gz")
+        advice = (
+            f"--save-samples {save_to} --resume continues"
+            if save_to is not None
+            else "its samples are lost, --save-samples FILE keeps them and --resume continues"
+        )
+        for tp in job.tps:
+            arguments = (job, target, tp, samples, earlier.get(tp, []), new_in)
+            run_apart(measure_one, arguments, f"tp {tp}", advice)
+        found = acquire.load_samples([samples], target)
+    return {tp: found[tp] for tp in job.tps}
 
 
 def line_now_and_then(title: str, clock: "Callable[[], float]") -> "Report":

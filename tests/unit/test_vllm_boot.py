@@ -60,3 +60,47 @@ def test_an_absent_vllm_is_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "version", absent)
     with pytest.raises(AcquisitionError, match=r"vllm is not installed: pip install 'sparsight\[vllm\]'"):
         boot.installed_version()
+
+
+WANTED = {"SPARSIGHT_TEST_A": "0", "SPARSIGHT_TEST_B": "1"}
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """The environment that is read and set: an empty one, without vllm."""
+    own: dict[str, str] = {}
+    monkeypatch.setattr(boot, "os", SimpleNamespace(environ=own))
+    monkeypatch.delitem(sys.modules, "vllm", raising=False)
+    return own
+
+
+def test_an_environment_is_set_before_vllm_is_imported(environment: dict[str, str]) -> None:
+    boot.set_environment(WANTED)
+    assert environment == WANTED
+
+
+@pytest.mark.parametrize("there", [{}, {"SPARSIGHT_TEST_A": "0"}])
+def test_vllm_imported_before_its_environment_is_refused(
+    environment: dict[str, str], calls: list[dict[str, Any]], there: dict[str, str]
+) -> None:
+    environment.update(there)
+    with pytest.raises(AcquisitionError, match="vllm was imported before its environment was set"):
+        boot.set_environment(WANTED)
+    assert environment == there
+
+
+def test_vllm_imported_behind_the_same_environment_is_fine(
+    environment: dict[str, str], calls: list[dict[str, Any]]
+) -> None:
+    environment.update(WANTED)
+    boot.set_environment(WANTED)
+    assert environment == WANTED
+
+
+@pytest.mark.parametrize("imported", [False, True])
+def test_another_value_is_refused(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch, imported: bool) -> None:
+    if imported:
+        monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
+    environment.update(WANTED | {"SPARSIGHT_TEST_B": "2"})
+    with pytest.raises(AcquisitionError, match=r"unset them first: \{'SPARSIGHT_TEST_B': '2'\}"):
+        boot.set_environment(WANTED)

@@ -45,13 +45,14 @@ class Boot:
 
 
 def set_environment(wanted: Mapping[str, str] = ENVIRONMENT) -> None:
-    """Sets variables that vLLM reads on import. Raises AcquisitionError when vLLM was imported with others before."""
+    """Sets variables that vLLM reads on import. Raises AcquisitionError when vLLM was imported before they were set."""
     import sys
 
     wrong = {k: os.environ.get(k) for k, v in wanted.items() if os.environ.get(k, v) != v}
     if wrong:
         raise AcquisitionError(f"these environment variables change what is measured, unset them first: {wrong}")
-    if "vllm" in sys.modules:
+    # Where all are there already, this process or its parent set them in time.
+    if "vllm" in sys.modules and any(k not in os.environ for k in wanted):
         raise AcquisitionError("vllm was imported before its environment was set; start a fresh process")
     os.environ.update(wanted)
 
