@@ -43,7 +43,9 @@ def quantize_fp8(
     if x.shape[-1] % group:
         raise ValueError(f"x: width {x.shape[-1]} of {tuple(x.shape)} is no multiple of the scale group {group}")
     grouped = x.float().unflatten(-1, (-1, group))
-    scale = grouped.abs().amax(-1) / FP8_MAX
+    # By a tensor: a product with the rounded inverse of a number, as CUDA divides by one, is off by an ulp at times.
+    largest = grouped.abs().amax(-1)
+    scale = largest / torch.full_like(largest, FP8_MAX)
     if power_of_two:
         mantissa, exponent = torch.frexp(scale)
         # frexp gives scale = mantissa * 2^exponent with mantissa in [0.5, 1): exactly a half is a power already.

@@ -16,6 +16,8 @@ import torch
 from profiler.engines.vllm_support.msa import heads_first
 
 pytestmark = [
+    # Imports of vllm and compilers of torch warn.
+    pytest.mark.filterwarnings("ignore"),
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="no vllm"),

@@ -37,18 +37,19 @@ class SelectLaunch:
 
 
 # Sparse MLA on SM90 by (packed rows, class); None leaves the shape to Triton's kernel.
+_ROLES = HopperLaunch("roles", held=256)
 _HOPPER: dict[tuple[bool, str], HopperLaunch | None] = {
-    (False, "16 heads or fewer"): None,
-    (True, "16 heads or fewer"): None,
-    (False, "decode"): HopperLaunch("turns"),
+    (False, "16 heads or fewer"): _ROLES,
+    (True, "16 heads or fewer"): HopperLaunch("turns"),
+    (False, "decode"): _ROLES,
     (True, "decode"): HopperLaunch("turns"),
-    (False, "prefill"): HopperLaunch("turns"),
+    (False, "prefill"): _ROLES,
     (True, "prefill"): HopperLaunch("turns"),
 }
 
 # Many rows share a multiprocessor, few rows have one each.
-_SELECT_MANY = SelectLaunch(warps=8, block=2048, stages=2, programs=3 * MULTIPROCESSORS, registers=80)
-_SELECT_FEW = SelectLaunch(warps=16, block=8192, stages=2, programs=MULTIPROCESSORS)
+_SELECT_MANY = SelectLaunch(4, 1024, 2, programs=4 * MULTIPROCESSORS, sample=2048, registers=128)
+_SELECT_FEW = SelectLaunch(8, 4096, 3, programs=MULTIPROCESSORS)
 
 
 def hopper_launch(queries: int, heads: int, packed: bool) -> HopperLaunch | None:
