@@ -72,6 +72,7 @@ class Job:
     execution: str = "auto"
     power: bool = False
     expert_backend: str = "TritonExperts"
+    kv_cache_gib: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +95,7 @@ def prepare(job: Job, model_root: Path | None = None) -> Target:
     spec = load_model(job.model, model_root)
     hardware = hardware_name(job.hardware)
     check_execution(spec, job.contract, job.execution)
+    _refuse_cache_size(job, "reference" if hardware == CPU else job.engine)
     wanted = job.categories
     if job.contract == "replay":
         spec = replay_spec(spec, job.tps, job.ep_degrees)
@@ -161,6 +163,8 @@ def measure(
     tables exist or the earlier runs were measured otherwise.
     """
     check_card(target.hardware)
+    name = choose_engine(job.engine, target.hardware)
+    _refuse_cache_size(job, name)
     length = target.limits[tp].max_model_len
     options = EngineOptions(
         model=target.spec.name,
@@ -177,8 +181,9 @@ def measure(
         execution="native" if job.contract == "replay" else job.execution,
         layer_kinds=earlier[-1].info.layer_kinds if earlier else None,
         expert_backend=job.expert_backend,
+        kv_cache_gib=job.kv_cache_gib,
     )
-    engine = create_engine(choose_engine(job.engine, target.hardware), options)
+    engine = create_engine(name, options)
     try:
         run = _planned(job, target, tp, engine)
         if options.execution == "native" and execution_of(run.info) != "native":
@@ -190,6 +195,11 @@ def measure(
         return run
     finally:
         engine.close()
+
+
+def _refuse_cache_size(job: Job, engine: str) -> None:
+    if job.kv_cache_gib is not None and engine == "reference":
+        raise ConfigError("--kv-cache-gib sizes the cache of engine vllm; the reference engine allocates none ahead")
 
 
 def _planned(job: Job, target: Target, tp: int, engine: Engine) -> Run:

@@ -51,6 +51,11 @@ _ENGINE_OPTIONS = (
     click.option("--kv-cache-dtype", default="auto", help="As the engine names it: auto, bf16, fp8, ..."),
     click.option("--block-size", type=click.IntRange(min=1), help="KV block, tokens.  [default: the engine's choice]"),
     click.option(
+        "--kv-cache-gib",
+        type=click.FloatRange(min=0, min_open=True),
+        help="Size of vllm's KV cache, for a card that others use too.  [default: what is free]",
+    ),
+    click.option(
         "--max-model-len", type=click.IntRange(min=1), help="Longest context in tokens.  [default: the model's]"
     ),
     click.option("--max-num-batched-tokens", type=click.IntRange(min=1), default=8192, help="Tokens of one step."),
@@ -111,6 +116,7 @@ def job_of(model: str, options: dict[str, Any]) -> "Job":
         execution=options["execution"],
         power=options.get("power", False),
         expert_backend=options.get("expert_backend", "TritonExperts"),
+        kv_cache_gib=options["kv_cache_gib"],
     )
 
 
@@ -118,12 +124,12 @@ def _repeatable(model: str, options: dict[str, Any]) -> str:
     """The command that measures the same again: every option that a cell depends on, and no path of this machine."""
     parts = [f"python -m profiler profile {model}"]
     for name in (
-        *("hardware", "tp", "ep", "engine", "grid", "categories", "kv_cache_dtype", "block_size", "max_model_len"),
-        *("max_num_batched_tokens", "max_num_seqs", "warmup", "repeats"),
+        *("hardware", "tp", "ep", "engine", "grid", "categories", "kv_cache_dtype", "block_size", "kv_cache_gib"),
+        *("max_model_len", "max_num_batched_tokens", "max_num_seqs", "warmup", "repeats"),
     ):
         value = options.get(name)
         if value is not None:
-            text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+            text = ",".join(map(str, value)) if isinstance(value, tuple) else _text(value)
             parts.append(f"--{name.replace('_', '-')} {text}")
     if options.get("skip_skew"):
         parts.append("--skip-skew")
@@ -131,6 +137,10 @@ def _repeatable(model: str, options: dict[str, Any]) -> str:
         if options.get(name, usual) != usual:
             parts.append(f"--{name} {options[name]}")
     return " ".join(parts)
+
+
+def _text(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def measure_all(

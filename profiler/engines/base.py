@@ -41,6 +41,7 @@ class EngineOptions:
     engine's own module of the model where it has two; the engine then reports settings["execution"] = "native".
     expert_backend: class of the expert kernels that run slices of ep > 1, or "engine" for what the engine takes there.
     layer_kinds: of earlier runs that this one continues, which it must have too; None lets the engine choose.
+    kv_cache_gib: size of the KV cache, of the vllm engine; None lets it take what it finds free.
     """
 
     model: str
@@ -57,6 +58,7 @@ class EngineOptions:
     execution: str = "auto"
     layer_kinds: tuple[str, ...] | None = None
     expert_backend: str = "TritonExperts"
+    kv_cache_gib: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,8 +75,10 @@ class VllmEngine:
             kv_cache_dtype=options.kv_cache_dtype,
             block_tokens=options.block_tokens,
             utilization=UTILIZATION,
+            kv_cache_gib=options.kv_cache_gib,
         )
         print(f"engine started in {time.monotonic() - started:.0f} s", file=sys.stderr)
+        jit.wait_for_others()
         self._randomised = state.randomise_weights(self._boot.model)
         state.randomise_caches(dict(self._boot.kv_caches))
         self._switch = trace.Switch()
@@ -147,6 +149,7 @@ class VllmEngine:
                 "repeat_rule": repeats.RULE,
                 "max_model_len": self._options.max_model_len,
                 "max_num_batched_tokens": self._options.max_num_batched_tokens,
+                **({} if self._options.kv_cache_gib is None else {"kv_cache_gib": self._options.kv_cache_gib}),
                 "mla_decode_threshold_tokens": _decode_threshold(runner),
                 # The native module calls the sparse kernel whatever the lengths.
                 **({"execution": "native", "dense_prefill": "never"} if self._options.execution == "native" else {}),
@@ -405,9 +408,7 @@ def _device_lost(failures: Iterable[str]) -> str | None:
 
 def _compile_ahead(config: Mapping[str, Any], options: EngineOptions, workers: int) -> None:
     """Fill the GEMM kernel caches with parallel workers, then wait for them."""
-    tokens = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 512, 768, 1024, 1536, 2048, 3072]
-    tokens += [4096, 6144, 8192, 12288, 16384]
-    tokens = [t for t in tokens if t <= options.max_num_batched_tokens]
+    tokens = [t for t in jit.TOKENS if t <= options.max_num_batched_tokens]
     started = time.monotonic()
     processes = jit.start_workers(jit.fp8_gemm_shapes(dict(config)), tokens, workers)
     import vllm  # noqa: F401  (slow to import; done while the workers compile)

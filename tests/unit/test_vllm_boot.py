@@ -104,3 +104,32 @@ def test_another_value_is_refused(environment: dict[str, str], monkeypatch: pyte
     environment.update(WANTED | {"SPARSIGHT_TEST_B": "2"})
     with pytest.raises(AcquisitionError, match=r"unset them first: \{'SPARSIGHT_TEST_B': '2'\}"):
         boot.set_environment(WANTED)
+
+
+@pytest.mark.parametrize(
+    ("gib", "memory"),
+    [
+        (None, {"gpu_memory_utilization": 0.8}),
+        # vllm 0.26, config/cache.py: kv_cache_memory_bytes; the utilisation is then only what must be free to start.
+        (40.5, {"gpu_memory_utilization": 0.5, "kv_cache_memory_bytes": 43486543872}),
+    ],
+)
+def test_a_cache_of_a_given_size_is_not_measured(
+    gib: float | None, memory: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Stopped(Exception):
+        pass
+
+    seen: dict[str, Any] = {}
+
+    def start(config: Any, **keywords: Any) -> None:
+        seen.update(keywords)
+        raise Stopped
+
+    monkeypatch.setattr(boot, "start", start)
+    with pytest.raises(Stopped):
+        boot.boot(
+            {}, max_model_len=1, max_num_batched_tokens=1, max_num_seqs=1, kv_cache_dtype="auto", block_tokens=None,
+            utilization=0.8, kv_cache_gib=gib,
+        )  # fmt: skip
+    assert {key: value for key, value in seen.items() if "memory" in key} == memory

@@ -13,6 +13,9 @@ from profiler.core.errors import AcquisitionError
 from profiler.engines.vllm_support import msa, rotary
 
 SUPPORTED_VERSIONS = ("0.26",)
+# vLLM refuses to start where less than its utilisation is free. With a cache of a given size that is all it is for, and
+# half leaves room beside those who hold the rest.
+UTILIZATION_BESIDE_OTHERS = 0.5
 
 SERVING_ENVIRONMENT = {
     # The engine core in this process, so that its worker can be reached.
@@ -119,6 +122,15 @@ def start(config: Mapping[str, Any], **keywords: Any) -> Started:
     return Started(llm, core, worker, worker.model_runner, folder)
 
 
+def _memory(utilization: float, kv_cache_gib: float | None) -> dict[str, Any]:
+    if kv_cache_gib is None:
+        return {"gpu_memory_utilization": utilization}
+    return {
+        "gpu_memory_utilization": min(utilization, UTILIZATION_BESIDE_OTHERS),
+        "kv_cache_memory_bytes": int(kv_cache_gib * 2**30),
+    }
+
+
 def boot(
     config: Mapping[str, Any],
     *,
@@ -128,8 +140,12 @@ def boot(
     kv_cache_dtype: str,
     block_tokens: int | None,
     utilization: float,
+    kv_cache_gib: float | None = None,
 ) -> Boot:
-    """Start an engine for profiling: eager, no prefix cache, steps driven from outside. Raises as `start` does."""
+    """Start an engine for profiling: eager, no prefix cache, steps driven from outside. Raises as `start` does.
+
+    kv_cache_gib: None lets vLLM measure what is free, during which others may neither take nor leave memory.
+    """
     if msa.is_msa(config):
         msa.without_overlap()
     started = start(
@@ -141,7 +157,7 @@ def boot(
         max_num_batched_tokens=max_num_batched_tokens,
         max_num_seqs=max_num_seqs,
         kv_cache_dtype=kv_cache_dtype,
-        gpu_memory_utilization=utilization,
+        **_memory(utilization, kv_cache_gib),
         **({} if block_tokens is None else {"block_size": block_tokens}),
     )
     runner = started.runner
