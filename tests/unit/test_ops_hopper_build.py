@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from profiler.ops.triton.launches import _HOPPER
+
 # Not imported here: other tests import Triton for its interpreter, which must be chosen first.
 _VERSION = importlib.metadata.version("triton") if importlib.util.find_spec("triton") else "none"
 if not _VERSION.startswith("3.6."):
@@ -74,6 +76,10 @@ print(json.dumps(eval(sys.argv[1])))
 """
 
 
+# (packed rows, query features held) of the kernel with roles.
+ROLES = [(False, 0), (False, 256), (True, 0)]
+
+
 def _reports(expression: str, folder: Path) -> list[dict[str, Any]]:
     environment = os.environ | {
         "TRITON_INTERPRET": "0",
@@ -104,12 +110,23 @@ def test_turns_fit_spill_nothing_and_stay_asynchronous(splits: int, tmp_path: Pa
         _check(report, 36 + 4)
 
 
-@pytest.mark.parametrize(("packed", "held"), [(False, 0), (False, 256), (True, 0)])
+@pytest.mark.parametrize(("packed", "held"), ROLES)
 def test_roles_fit_spill_nothing_and_stay_asynchronous(packed: bool, held: int, tmp_path: Path) -> None:
-    ahead, behind = _reports(f"[roles({packed}, 1, True, {held}), roles({packed}, 2, False, {held})]", tmp_path)
+    ahead = [f"roles({packed}, {splits}, True, {held})" for splits in (1, 2)]
+    *reports, behind = _reports(f"[{', '.join(ahead)}, roles({packed}, 2, False, {held})]", tmp_path)
     # The output takes 2 x 2 products of 16 picks and 128 values; the first turn's logits stand before the loop.
-    _check(ahead, 2 * 36 + 4)
+    for report in reports:
+        _check(report, 2 * 36 + 4)
     _check(behind, 36 + 4)
+
+
+def test_every_launch_of_the_table_is_assembled_here() -> None:
+    used = [(packed, launch) for (packed, _), launch in _HOPPER.items() if launch is not None]
+    assert used
+    for packed, launch in used:
+        # Other bounds of registers than the kernel's own would be another kernel.
+        assert launch.registers is None
+        assert launch.kernel == "turns" or (packed, launch.held) in ROLES
 
 
 def test_the_wide_selection_fits(tmp_path: Path) -> None:
