@@ -18,12 +18,12 @@ from itertools import pairwise
 from typing import Any, Final
 
 from profiler.core.bundle import Table
-from profiler.core.grid import share_of
+from profiler.core.grid import cost_of_work, straight
 from profiler.core.tables import KEY_COLUMNS
 from profiler.core.types import ModelSpec
 from profiler.kernels._breaks import breaks, jumps
 from profiler.kernels._components import ATTENTION_LIKE
-from profiler.kernels._placement import Ran, decode_work, prefill_work
+from profiler.kernels._placement import Ran, decode_straight, prefill_straight
 from profiler.timing import percentile
 
 # Below this a cell is a few launches of the shortest kernels, and its spread that of the clock.
@@ -58,7 +58,8 @@ class Point:
 class Line:
     """The cells of one kernel along one axis, all other coordinates equal, ascending.
 
-    breaks: coordinates behind which the kernel works otherwise.
+    breaks: coordinates behind which the kernel works otherwise. plane: the first and the last cell of the kernel over
+    both axes, as (coordinates in the order of the table, microseconds), from which lookups take what work costs.
     """
 
     kernel: str
@@ -66,6 +67,7 @@ class Line:
     other: float
     points: tuple[Point, ...]
     breaks: tuple[int, ...]
+    plane: tuple[tuple[float, float, float], ...] = ()
 
     def crosses(self, low: float, high: float) -> bool:
         """Whether the kernel changes between two coordinates: at a known place, by a step within one token, or since
@@ -106,7 +108,18 @@ def lines(table: Table, spec: ModelSpec, ran_there: Mapping[int, tuple[str, ...]
         (_DECODE_AXES, [i for i in range(len(names)) if requests[i] and not chunks[i]]),
     ):
         for axis, other in (axes, axes[::-1]):
-            yield from _along(table, spec, axis, other, rows, names, ran_there)
+            yield from _along(table, spec, axis, other, rows, names, ran_there, _planes(table, axes, rows, names))
+
+
+def _planes(
+    table: Table, axes: tuple[str, str], rows: Sequence[int], names: Sequence[str]
+) -> dict[str, tuple[tuple[float, float, float], ...]]:
+    """The first and the last cell of each kernel over both axes."""
+    cells: dict[str, list[tuple[float, float, float]]] = defaultdict(list)
+    xs, ys, times = (table.columns[column] for column in (*axes, "time_us"))
+    for row in rows:
+        cells[names[row]].append((float(xs[row]), float(ys[row]), float(times[row])))
+    return {name: (min(found), max(found)) for name, found in cells.items()}
 
 
 def _along(
@@ -117,6 +130,7 @@ def _along(
     rows: Iterable[int],
     names: Sequence[str],
     ran_there: Mapping[int, tuple[str, ...]],
+    planes: Mapping[str, tuple[tuple[float, float, float], ...]] | None = None,
 ) -> Iterator[Line]:
     times, spreads = table.columns["time_us"], table.columns["spread_rel"]
     found: dict[tuple[str, float], list[Point]] = defaultdict(list)
@@ -126,7 +140,7 @@ def _along(
         found[names[row], beside].append(Point(at, float(times[row]), float(spreads[row]), row, ran_there.get(row, ())))
     for (name, beside), points in found.items():
         ordered = tuple(sorted(points, key=lambda point: point.at))
-        yield Line(name, axis, beside, ordered, breaks(spec, name, axis, int(beside)))
+        yield Line(name, axis, beside, ordered, breaks(spec, name, axis, int(beside)), (planes or {}).get(name, ()))
 
 
 def _inner(line: Line) -> Iterator[tuple[Point, Point, Point]]:
@@ -138,27 +152,29 @@ def _inner(line: Line) -> Iterator[tuple[Point, Point, Point]]:
 
 def leave_one_out(line: Line, ran: Ran | None = None) -> list[float]:
     """Relative errors of what lookups make of each inner point from its neighbours. ran: what ran the kernels."""
-    work = _work_along(line, ran)
+    work, per_work = _work_along(line, ran)
     errors = []
     for low, point, high in _inner(line):
         share = (point.at - low.at) / (high.at - low.at)
-        if work is not None:
-            share = share_of(work(low.at), work(point.at), work(high.at), share)
-        predicted = low.time_us + (high.time_us - low.time_us) * share
+        works = work(low.at), work(point.at), work(high.at)
+        predicted = straight(low.time_us, high.time_us, works, share, per_work)
         errors.append(abs(predicted - point.time_us) / point.time_us)
     return errors
 
 
-def _work_along(line: Line, ran: Ran | None) -> Callable[[float], float] | None:
-    """What time runs straight in along the line."""
-    work = prefill_work(line.kernel, ran) if line.axis in _PREFILL_AXES else None
-    work = decode_work(line.kernel, ran) if line.axis in _DECODE_AXES else work
-    if work is None:
-        return None
-    at = work.prefill if line.axis in _PREFILL_AXES else work.decode
+def _work_along(line: Line, ran: Ran | None) -> tuple[Callable[[float], float], float]:
+    """What time runs straight in along the line, and what that costs over the whole table."""
+    at: Callable[[float, float], float] | None = None
+    if line.axis in _PREFILL_AXES and (prefill := prefill_straight(line.kernel, ran)) is not None:
+        at = prefill.prefill
+    elif line.axis in _DECODE_AXES and (decode := decode_straight(line.kernel, ran)) is not None:
+        at = decode.decode
+    if at is None:
+        return (lambda x: x), 0.0
+    work, cost = at, cost_of_work(line.plane, at) if line.plane else 0.0
     if line.axis in (_PREFILL_AXES[0], _DECODE_AXES[0]):
-        return lambda x: at(x, line.other)
-    return lambda x: at(line.other, x)
+        return (lambda x: work(x, line.other)), cost
+    return (lambda x: work(line.other, x)), cost
 
 
 def _off(line: Line) -> Iterator[tuple[Point, bool]]:

@@ -23,15 +23,21 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from profiler.core.bundle import Table
 from profiler.core.errors import CoverageError
-from profiler.core.grid_work import Work
+from profiler.core.grid_work import DecodeWork, PrefillWork
 
 # Rows (queries) and columns (keys) of the smallest tensor-core product, m16n8k16, in tokens.
 TILE_TOKENS = 16
 # Keys that a decode kernel over a paged cache takes at a time at least (blocks of 64 keys in DSA caches).
 PAGE_TOKENS = 64
+
+# Works of points that are kept: those of a table's rows are needed again and again.
+_REMEMBERED = 4096
+# Works that differ by less than this share do not tell what work costs.
+_ALIKE = 0.2
 
 Slide = Callable[[float, float, float], float]
 
@@ -104,13 +110,28 @@ def _line(xs: Sequence[float], ts: Sequence[float], x: float) -> float:
     return t0 + (ts[i] - t0) * (x - x0) / (xs[i] - x0)
 
 
-def share_of(first: float, here: float, last: float, otherwise: float) -> float:
-    """How far `here` is from `first` to `last`; `otherwise` where work does not grow from one to the other, or `here`
-    is far from both."""
-    if first >= last:
-        return otherwise
-    share = (here - first) / (last - first)
-    return share if -0.5 <= share <= 1.5 else otherwise
+def straight(low: float, high: float, works: tuple[float, float, float], share: float, per_work: float) -> float:
+    """Time between two points of known times, straight in the work of the three: low's, here, high's.
+
+    share: of the way in the coordinate. Where the works of both points are too much alike to tell what work costs, or
+    what is here is far from both, work costs as much as over the whole table (per_work), and what remains is straight
+    in the coordinate.
+    """
+    first, here, last = works
+    grown = last - first
+    if abs(grown) > _ALIKE * max(first, last):
+        in_work = (here - first) / grown
+        if -0.5 <= in_work <= 1.5:
+            return max(0.0, low + (high - low) * in_work)
+    return max(0.0, low + (high - low) * share + per_work * (here - first - grown * share))
+
+
+def cost_of_work(points: Iterable[tuple[float, float, float]], work: Callable[[float, float], float]) -> float:
+    """Microseconds of a unit of work from the first of the points (x, y, microseconds) to the last, at least zero."""
+    ordered = sorted(points)
+    (x0, y0, t0), (x1, y1, t1) = ordered[0], ordered[-1]
+    grown = work(x1, y1) - work(x0, y0)
+    return max(0.0, (t1 - t0) / grown) if grown > 0 else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,9 +140,9 @@ class Grid:
 
     slide(x, y, other_x): the second coordinate at which another row answers for (x, y) where rows end unevenly.
     place: the monotone function of the first coordinate in which time runs straight between two rows read that way;
-    None where it is the coordinate itself. work(x, y): what time runs straight in between two neighbouring points,
-    wherever it grows there; bends(x, last): second coordinates up to `last` between which it is straight at one x, and
-    straight_until(x) how far.
+    None where it is the coordinate itself. work(x, y): what time runs straight in between two neighbouring points, at
+    per_work microseconds a unit where these do not tell; bends(x, last): second coordinates up to `last` between which
+    it is straight at one x, and straight_until(x) how far.
     """
 
     axes: tuple[str, str]
@@ -135,6 +156,7 @@ class Grid:
     work: Callable[[float, float], float] | None = None
     bends: Callable[[int, float], Iterable[float]] | None = None
     straight_until: Callable[[int], float] | None = None
+    per_work: float = 0.0
     _shared: dict[tuple[int, int], list[float]] = field(default_factory=dict, compare=False, repr=False)
     _cuts: dict[float, tuple[Sequence[float], list[float | None]]] = field(
         default_factory=dict, compare=False, repr=False
@@ -241,8 +263,8 @@ class Grid:
             self._refuse(x, y)
             reading = y, y
         elif self.work is not None:
-            x0, x1 = self.xs[i - 1], self.xs[i]
-            u = share_of(self.work(x0, reading[0]), self.work(x, y), self.work(x1, reading[1]), u)
+            works = self.work(self.xs[i - 1], reading[0]), self.work(x, y), self.work(self.xs[i], reading[1])
+            return straight(self._read(i - 1, reading[0]), self._read(i, reading[1]), works, u, self.per_work)
         elif self.place is not None and reading[0] != reading[1]:
             first = self.place(self.xs[i - 1])
             u = (self.place(x) - first) / (self.place(self.xs[i]) - first)
@@ -256,7 +278,8 @@ class Grid:
             return _line(ys, ts, y)
         j = bisect_left(ys, y) or 1
         x, y0, y1 = self.xs[i], ys[j - 1], ys[j]
-        return ts[j - 1] + (ts[j] - ts[j - 1]) * share_of(work(x, y0), work(x, y), work(x, y1), (y - y0) / (y1 - y0))
+        works = work(x, y0), work(x, y), work(x, y1)
+        return straight(ts[j - 1], ts[j], works, (y - y0) / (y1 - y0), self.per_work)
 
     def _row(self, i: int, x: float, y: float) -> float:
         if not self._holds(i, y):
@@ -292,6 +315,7 @@ def make_grid(
     work: Callable[[float, float], float] | None = None,
     bends: Callable[[int, float], Iterable[float]] | None = None,
     straight_until: Callable[[int], float] | None = None,
+    per_work: float = 0.0,
 ) -> Grid:
     """A grid from (x, y, microseconds). Raises CoverageError when there is no point."""
     rows: dict[float, dict[float, float]] = {}
@@ -302,7 +326,7 @@ def make_grid(
     xs = tuple(sorted(rows))
     ys = tuple(tuple(sorted(rows[x])) for x in xs)
     ts = tuple(tuple(rows[x][y] for y in row) for x, row in zip(xs, ys, strict=True))
-    return Grid(axes, xs, ys, ts, slide, outside, len(set(ys)) == 1, place, work, bends, straight_until)
+    return Grid(axes, xs, ys, ts, slide, outside, len(set(ys)) == 1, place, work, bends, straight_until, per_work)
 
 
 def equal_end(x: float, y: float, other: float) -> float:
@@ -359,27 +383,29 @@ def batch_rows(table: Table, name: str, decode_query_tokens: int = 1) -> list[Ba
 
 
 def prefill_grid(
-    rows: Iterable[BatchRow], outside: Outside, work: Work | None = None, steps: Sequence[int] = ()
+    rows: Iterable[BatchRow], outside: Outside, work: PrefillWork | None = None, steps: Sequence[int] = ()
 ) -> Grid:
     """Chunk x context of one request alone in the step. steps: last chunks before another kernel takes over."""
-    points = [(float(r.chunk), float(r.context), r.time_us) for r in rows if r.chunk and not r.requests]
-    points = repeat_behind_steps(repeat_first_chunk(points), steps)
+    measured = [(float(r.chunk), float(r.context), r.time_us) for r in rows if r.chunk and not r.requests]
+    points = repeat_behind_steps(repeat_first_chunk(measured), steps)
     axes = ("prefill_chunk_tokens", "prefill_context_tokens")
-    if work is None:
+    if work is None or not measured:
         return make_grid(axes, points, equal_end, outside)
-    whole = work.straight_until if work.split_pairs else None
-    return make_grid(axes, points, equal_end, outside, work=work.prefill, bends=work.bends, straight_until=whole)
+    at = lru_cache(_REMEMBERED)(work.prefill)
+    whole, cost = (work.straight_until if work.split_pairs else None), cost_of_work(measured, at)
+    return make_grid(axes, points, equal_end, outside, work=at, bends=work.bends, straight_until=whole, per_work=cost)
 
 
-def decode_grid(rows: Iterable[BatchRow], outside: Outside, work: Work | None = None) -> Grid:
+def decode_grid(rows: Iterable[BatchRow], outside: Outside, work: DecodeWork | None = None) -> Grid:
     """Requests x keys per request of a step without prefill."""
-    points = repeat_first_keys(
-        [(float(r.requests), float(r.kv), r.time_us) for r in rows if r.requests and not r.chunk]
-    )
+    measured = [(float(r.requests), float(r.kv), r.time_us) for r in rows if r.requests and not r.chunk]
+    points = repeat_first_keys(measured)
     axes = ("decode_requests", "decode_kv_tokens")
-    if work is None:
+    if work is None or not measured:
         return make_grid(axes, points, equal_total, outside)
-    return make_grid(axes, points, equal_total, outside, work=work.decode, bends=work.decode_bends)
+    at = lru_cache(_REMEMBERED)(work.decode)
+    cost = cost_of_work(measured, at)
+    return make_grid(axes, points, equal_total, outside, work=at, bends=work.decode_bends, per_work=cost)
 
 
 def repeat_first_chunk(points: list[tuple[float, float, float]]) -> list[tuple[float, float, float]]:

@@ -6,11 +6,58 @@ as the others however few queries it holds.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from heapq import heappop, heappush
+from typing import Protocol
 
 # Points that follow a curve between two bends: chords of a square then deviate by 6 % of its rise at most.
 _ON_A_CURVE = 1
+
+
+class PrefillWork(Protocol):
+    """What the time of a chunk behind a context runs straight in, in any unit: `Work`, or a kernel's own rules.
+
+    split_pairs: None where every chunk runs whole; see `Work`, also for the methods.
+    """
+
+    @property
+    def split_pairs(self) -> int | None: ...
+
+    def prefill(self, chunk: float, context: float) -> float: ...
+
+    def bends(self, chunk: int, last_context: float) -> Iterator[float]: ...
+
+    def straight_until(self, chunk: int) -> float: ...
+
+
+class DecodeWork(Protocol):
+    """The same of equal requests of one new token each."""
+
+    def decode(self, requests: float, keys: float) -> float: ...
+
+    def decode_bends(self, requests: int, last_keys: float) -> Iterator[float]: ...
+
+
+def first_free(tiles: Iterable[tuple[int, float]], slots: int) -> float:
+    """When the last tile ends, each taken in order by the first slot that is free. tiles: (how many, length)."""
+    free, ends, last = {0.0: slots}, [0.0], 0.0
+    for count, length in tiles:
+        while count:
+            start = ends[0]
+            took = min(count, free[start])
+            count -= took
+            free[start] -= took
+            if not free[start]:
+                del free[heappop(ends)]
+            end = start + length
+            if end in free:
+                free[end] += took
+            else:
+                free[end] = took
+                heappush(ends, end)
+            last = max(last, end)
+    return last
 
 
 @dataclass(frozen=True, slots=True)

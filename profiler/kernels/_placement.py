@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from profiler.core.grid import BatchRow, Grid, Outside, decode_grid, prefill_grid
-from profiler.core.grid_work import Work
+from profiler.core.grid_work import DecodeWork, PrefillWork, Work
 from profiler.core.hardware import known_hardware, load_hardware
 from profiler.core.types import ModelSpec
 from profiler.kernels._breaks import breaks
+from profiler.kernels._flash_attention import DenseWork, SparseWork
 
 # DeepGEMM's fp8 MQA logits for 64 index heads give each block two queries (sm90_fp8_mqa_logits, BLOCK_Q); vLLM cuts a
 # chunk where its fp32 scores would exceed VLLM_SPARSE_INDEXER_MAX_LOGITS_MB = 512.
@@ -25,6 +26,8 @@ _IDLE_KEYS: Final = 1000.0
 _ENGINES: Final = ("vllm", "reference")
 # The KV layout whose decode kernel (FlashMLA) reads as many picks as the top-k has, used or not.
 WHOLE_PICKS: Final = "fp8_ds_mla"
+# The one whose sparse attention is FlashAttention 3 (vLLM's FLASH_ATTN_MLA_SPARSE), which splits by rules of its own.
+_FLASH_ATTENTION: Final = "bf16"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +36,8 @@ class Ran:
 
     sm_count: multiprocessors of the card. tiles: the kernels are those of vLLM on SM90, whose tiles are known.
     heads: of one rank. cap_tokens: most attended keys, 0 without a selection. whole_below: chunks up to this length
-    read the whole cap, as decode kernels over a fixed number of picks do.
+    read the whole cap, as decode kernels over a fixed number of picks do. flash_attention: sparse MLA is
+    FlashAttention 3.
     """
 
     sm_count: int
@@ -41,6 +45,7 @@ class Ran:
     heads: int
     cap_tokens: int
     whole_below: int = 0
+    flash_attention: bool = False
 
 
 def ran_of(meta: Mapping[str, Any], spec: ModelSpec, tp: int) -> Ran | None:
@@ -60,11 +65,12 @@ def ran_of(meta: Mapping[str, Any], spec: ModelSpec, tp: int) -> Ran | None:
         heads=max(1, spec.num_heads // tp),
         cap_tokens=spec.indexer.attended_cap_tokens if spec.indexer else 0,
         whole_below=int(seen.get("longer_than_tokens", 0)) if meta["kv"]["layout"] == WHOLE_PICKS else 0,
+        flash_attention=tiles and meta["kv"]["layout"] == _FLASH_ATTENTION,
     )
 
 
 def prefill_work(name: str, ran: Ran | None) -> Work | None:
-    """None for a kernel whose time is taken to run straight in the chunk's length."""
+    """In keys. None for a kernel whose time is taken to run straight in the chunk's length."""
     if ran is None:
         return None
     if name == "index_scores":
@@ -77,19 +83,36 @@ def prefill_work(name: str, ran: Ran | None) -> Work | None:
 
 
 def decode_work(name: str, ran: Ran | None) -> Work | None:
-    """None for a kernel whose time is taken to run straight in the number of requests."""
+    """In keys. None for a kernel whose time is taken to run straight in the number of requests."""
     known = ran is not None and ran.tiles and ran.cap_tokens and name == "sparse_mla"
     return _sparse_mla(ran) if ran is not None and known else None
 
 
+def prefill_straight(name: str, ran: Ran | None) -> PrefillWork | None:
+    """What lookups and leave-one-out take a chunk's time to run straight in: the rules by which the kernel divides its
+    work where these are known, else its keys."""
+    if ran is not None and ran.flash_attention and ran.cap_tokens and name == "sparse_mla":
+        return SparseWork(ran.sm_count, ran.heads, ran.cap_tokens)
+    if ran is not None and ran.tiles and name == "mla_dense_prefill":
+        return DenseWork(ran.sm_count, ran.heads)
+    return prefill_work(name, ran)
+
+
+def decode_straight(name: str, ran: Ran | None) -> DecodeWork | None:
+    """The same of a batch of decode requests."""
+    if ran is not None and ran.flash_attention and ran.cap_tokens and name == "sparse_mla":
+        return SparseWork(ran.sm_count, ran.heads, ran.cap_tokens)
+    return decode_work(name, ran)
+
+
 def prefill_lookup(rows: Sequence[BatchRow], name: str, spec: ModelSpec, ran: Ran | None, outside: Outside) -> Grid:
     """Chunk x context of a kernel's rows, in its work. Raises CoverageError when there is none."""
-    return prefill_grid(rows, outside, prefill_work(name, ran), steps_of(spec, name))
+    return prefill_grid(rows, outside, prefill_straight(name, ran), steps_of(spec, name))
 
 
 def decode_lookup(rows: Sequence[BatchRow], name: str, ran: Ran | None, outside: Outside) -> Grid:
     """Requests x keys of a kernel's rows, in its work. Raises CoverageError when there is none."""
-    return decode_grid(rows, outside, decode_work(name, ran))
+    return decode_grid(rows, outside, decode_straight(name, ran))
 
 
 def steps_of(spec: ModelSpec, name: str) -> tuple[int, ...]:

@@ -85,7 +85,7 @@ def test_what_ran_is_read_from_the_bundle() -> None:
         "grid": {"tp8/attention": {"dense_prefill": {"longer_than_tokens": 128}}},
     }
     assert ran_of(meta, spec, 8) == Ran(132, True, 16, 2048, whole_below=128)
-    assert ran_of(meta | {"kv": {"layout": "bf16"}}, spec, 8) == Ran(132, True, 16, 2048)
+    assert ran_of(meta | {"kv": {"layout": "bf16"}}, spec, 8) == Ran(132, True, 16, 2048, flash_attention=True)
     for change in ({"engine": {"name": "reference"}}, {"hardware": "CPU"}, {"provenance": "projected"}):
         ran = ran_of(meta | change, spec, 8)
         assert ran is not None and not ran.tiles

@@ -1,0 +1,197 @@
+"""How FlashAttention 3 on SM90 divides its work, and what of it runs one after the other.
+
+From its public source (hopper/heuristics.h, flash_prepare_scheduler.cu, tile_size.h), for requests of unequal lengths,
+as vLLM calls it. A tile is a block of rows of Q against all blocks of keys. Tiles beyond one for each multiprocessor
+wait for the first that is free; where there are fewer, the keys of each are split, every part is a tile of its own, and
+another kernel merges the parts. Times against the number of queries therefore step, and fall again: 34 queries of 64
+heads make 136 tiles for 132 multiprocessors, 33 make 132 of them, and 128 queries as many that are split no more.
+
+Work is counted in blocks: one block of keys against one block of rows, which takes about 1.8 us on an H200 in both
+kernels here.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Final
+
+from profiler.core.grid_work import Work, first_free
+
+# Tiles of the absorbed form (rows of 576, values of 512) and of the expanded one (192 and 128): rows x keys.
+_SPARSE_ROWS: Final = 64
+_SPARSE_KEYS: Final = 64
+_DENSE_TILE: Final = 128
+_SPARSE_VALUES: Final = 512
+_DENSE_VALUES: Final = 128
+# num_splits_heuristic: no split from this share of the multiprocessors on, nor of so few blocks; else the fewest parts
+# that fill them within 85 % of the best; at most 128 parts.
+_FULL: Final = 0.8
+_FEW_BLOCKS: Final = 4
+_GOOD: Final = 0.85
+_MOST_SPLITS: Final = 128
+# prepare_varlen_num_blocks: a multiprocessor's share of all blocks, with 10 % to spare, is what a part may have. Beyond
+# 992 requests, which are single queries of sparse attention, nothing is split.
+_MARGIN: Final = 1.1
+_MOST_REQUESTS: Final = 992
+# Fitted on eight tables of an H200 (sparse and dense at tp 1, 2, 4 and 8), in blocks, one value for all: what a tile
+# costs beyond its blocks; a megabyte of parts in fp32 to be merged, of which the result is as large as half a part; how
+# many queries the merge looks through in the time of one part, since each of its blocks searches for its request; and
+# a token's share of one head in projecting, copying and gathering what the dense kernel reads.
+_TILE: Final = 2.0
+_MERGED_MB: Final = 0.6
+_SEARCHED: Final = 1000.0
+_TOKEN_HEAD: Final = 4e-4
+
+
+@lru_cache(maxsize=4096)
+def most_splits(tiles: int, blocks: int, sm_count: int) -> int:
+    """num_splits_heuristic: the most parts into which keys are split when a request has so many tiles and blocks."""
+    if tiles >= _FULL * sm_count or blocks <= _FEW_BLOCKS:
+        return 1
+    parts = range(1, min(_MOST_SPLITS, sm_count, blocks) + 1)
+    filled = [tiles * n / sm_count / math.ceil(tiles * n / sm_count) for n in parts]
+    return next(n for n, share in zip(parts, filled, strict=True) if share >= _GOOD * max(filled))
+
+
+def splits(blocks: int, all_blocks: float, most: int, sm_count: int) -> int:
+    """prepare_varlen_num_blocks: parts of a request of so many blocks when all tiles of the batch have `all_blocks`."""
+    share = math.ceil(all_blocks * _MARGIN / sm_count)
+    return max(1, min(math.ceil(blocks / share), most)) if share else 1
+
+
+def _merge(rows: float, parts: float, values: int) -> float:
+    """Blocks that merging so many rows takes, each of `parts` parts."""
+    return _MERGED_MB * rows * (parts + 0.5) * values * 4 / 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class SparseWork:
+    """Absorbed attention over picked keys: every query is a request of its own, whose heads are the rows of its tiles.
+
+    heads: of one rank. cap_keys: most keys that a query reads.
+    """
+
+    sm_count: int
+    heads: int
+    cap_keys: int
+
+    @property
+    def split_pairs(self) -> None:
+        return None
+
+    def decode(self, requests: float, keys: float) -> float:
+        """Blocks of equal requests of one query each."""
+        blocks = max(1, math.ceil(min(keys, self.cap_keys) / _SPARSE_KEYS))
+        return self._alike(requests, blocks)
+
+    def prefill(self, chunk: float, context: float) -> float:
+        """Blocks of a chunk behind a context: query i, from 1, sees context + i keys."""
+        if context >= self.cap_keys:
+            return self._alike(chunk, math.ceil(self.cap_keys / _SPARSE_KEYS))
+        if chunk > _MOST_REQUESTS:
+            whole = Work(self.sm_count // self._tiles(), self.cap_keys).prefill(chunk, context) / _SPARSE_KEYS
+            return whole + _TILE * math.ceil(chunk * self._tiles() / self.sm_count)
+        groups = list(self._groups(chunk, context))
+        all_blocks = self._tiles() * sum(blocks * queries for blocks, queries in groups)
+        tiles, parts = [], 0.0
+        for blocks, queries in groups:
+            of_one, n = self._parts(blocks, all_blocks)
+            tiles.append((math.ceil(queries) * self._tiles() * n, of_one + _TILE))
+            parts += queries * n
+        return first_free(tiles, self.sm_count) + self._merged(chunk, parts / chunk)
+
+    def _tiles(self) -> int:
+        return math.ceil(self.heads / _SPARSE_ROWS)
+
+    def _alike(self, queries: float, blocks: int) -> float:
+        """Queries of as many blocks each."""
+        of_one, n = (blocks, 1) if queries > _MOST_REQUESTS else self._parts(blocks, queries * self._tiles() * blocks)
+        waves = math.ceil(queries * self._tiles() * n / self.sm_count)
+        return waves * (of_one + _TILE) + (self._merged(queries, n) if queries <= _MOST_REQUESTS else 0.0)
+
+    def _parts(self, blocks: int, all_blocks: float) -> tuple[int, int]:
+        """(blocks of the longest part, parts that have any)."""
+        most = most_splits(self._tiles(), math.ceil(self.cap_keys / _SPARSE_KEYS), self.sm_count)
+        of_one = math.ceil(blocks / splits(blocks, all_blocks, most, self.sm_count))
+        return of_one, math.ceil(blocks / of_one)
+
+    def _merged(self, queries: float, parts: float) -> float:
+        """The merge runs for whatever was prepared to be split, single parts included."""
+        return _merge(queries * self.heads, parts + queries / _SEARCHED, _SPARSE_VALUES)
+
+    def _groups(self, chunk: float, context: float) -> Iterator[tuple[int, float]]:
+        """(blocks, queries that have so many), in the order of the queries."""
+        last_blocks = math.ceil(self.cap_keys / _SPARSE_KEYS)
+        done = 0.0
+        while done < chunk:
+            blocks = min(last_blocks, int(context + done) // _SPARSE_KEYS + 1)
+            here = chunk - done
+            if blocks < last_blocks:
+                here = min(here, blocks * _SPARSE_KEYS - context - done)
+            yield blocks, here
+            done += here
+
+    def bends(self, chunk: int, last_context: float) -> Iterator[float]:
+        """Contexts between which time is taken to run straight: two blocks apart, up to where all are at the cap."""
+        yield from range(0, self.cap_keys + 1, 2 * _SPARSE_KEYS)
+        if chunk < self.cap_keys:
+            yield self.cap_keys - chunk
+
+    def straight_until(self, chunk: int) -> float:
+        return math.inf
+
+    def decode_bends(self, requests: int, last_keys: float) -> Iterator[float]:
+        """The last number of keys of each block, and the first of the next."""
+        for end in range(_SPARSE_KEYS, self.cap_keys, _SPARSE_KEYS):
+            yield from (end, end + 1)
+        yield self.cap_keys
+
+
+@dataclass(frozen=True, slots=True)
+class DenseWork:
+    """Expanded attention of a chunk: to itself, causally, and in a second launch to its context.
+
+    heads: of one rank, each of which has tiles of its own.
+    """
+
+    sm_count: int
+    heads: int
+
+    @property
+    def split_pairs(self) -> None:
+        return None
+
+    def prefill(self, chunk: float, context: float) -> float:
+        rows, keys = math.ceil(chunk / _DENSE_TILE), math.ceil(context / _DENSE_TILE)
+        own, parts = _causal(rows, self.heads, self.sm_count)
+        total = own + _merge(chunk * self.heads, parts, _DENSE_VALUES) if parts else own
+        if keys:
+            before, parts = _to_context(rows, keys, self.heads, self.sm_count)
+            total += before + _merge(chunk * self.heads, parts, _DENSE_VALUES) if parts else before
+        return total + _TOKEN_HEAD * self.heads * (chunk + context)
+
+    def bends(self, chunk: int, last_context: float) -> Iterator[float]:
+        """The last context of each block, and the first of the next."""
+        for end in range(0, int(last_context) + 1, _DENSE_TILE):
+            yield from (end, end + 1)
+
+    def straight_until(self, chunk: int) -> float:
+        return math.inf
+
+
+@lru_cache(maxsize=4096)
+def _causal(rows: int, heads: int, sm_count: int) -> tuple[float, int]:
+    """(blocks one after the other of `rows` x `rows`, longest tiles first; parts to be merged, 0 for none)."""
+    most = most_splits(heads * rows, rows, sm_count)
+    n = splits(rows, rows * rows * heads, most, sm_count)
+    tiles = [(heads * n, math.ceil(blocks / n) + _TILE) for blocks in range(rows, 0, -1)]
+    return first_free(tiles, sm_count), n if most > 1 else 0
+
+
+@lru_cache(maxsize=4096)
+def _to_context(rows: int, keys: int, heads: int, sm_count: int) -> tuple[float, int]:
+    """(blocks one after the other of equal tiles; parts to be merged, 0 for none)."""
+    most = most_splits(heads * rows, keys, sm_count)
+    n = splits(keys, rows * keys * heads, most, sm_count)
+    return math.ceil(heads * rows * n / sm_count) * (math.ceil(keys / n) + _TILE), n if most > 1 else 0
