@@ -4,7 +4,7 @@ import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from profiler.core.errors import ConfigError
@@ -19,6 +19,22 @@ from profiler.timing import median, spread_rel
 MATERIAL_SHARE: Final = 0.01
 
 Name = tuple[Category, str]
+
+
+@dataclass(slots=True)
+class Spent:
+    """What a component took in one repeat: its usual calls together, and by module those that stand in for one."""
+
+    usual_us: float = 0.0
+    standing_in: dict[str, float] = field(default_factory=dict)
+
+    def per_call(self, calls: int) -> float:
+        """Microseconds of one of so many calls; where all stand in, they are all there is."""
+        usual = calls - len(self.standing_in)
+        return self.usual_us / usual if usual > 0 else (self.usual_us + sum(self.standing_in.values())) / calls
+
+
+Spending = Mapping[tuple[Category, str, int], Spent]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +101,11 @@ def bind(
 ) -> Bound:
     """Rows of every complete shot.
 
-    A component's time in one repeat is the sum over its kernels, divided by its calls in the pass; an expert shot and
-    an engine that runs components alone count one call. Components of `binding.FUSED` share their carrier's time in
-    equal parts, so sums over a pass stay exact. A shot that failed, or in which an expected component is missing in
-    some repeat, gives no rows of that category and a line in `problems`. Dense cells that the engine never runs dense
-    are left out.
+    A component's time in one repeat is the sum over its kernels, divided by its calls in the pass, without those that a
+    rule says stand in for one; an expert shot and an engine that runs components alone count one call. Components of
+    `binding.FUSED` share their carrier's time in equal parts, so sums over a pass stay exact. A shot that failed, or in
+    which an expected component is missing in some repeat, gives no rows of that category and a line in `problems`.
+    Dense cells that the engine never runs dense are left out.
     """
     calls = calls_per_pass(spec, info)
     _check_fused(binding.FUSED, calls)
@@ -215,16 +231,20 @@ class Matcher:
 
 def _sum_by_component(
     samples: Sequence[KernelSample], shot: Shot, match: Matcher
-) -> tuple[dict[tuple[Category, str, int], float], dict[tuple[str, str], float]]:
-    """(microseconds by category, component and repeat; microseconds by unbound module and kernel over all repeats)."""
-    times: dict[tuple[Category, str, int], float] = defaultdict(float)
+) -> tuple[Spending, dict[tuple[str, str], float]]:
+    """(what each category, component and repeat took; microseconds by unbound module and kernel over all repeats)."""
+    times: dict[tuple[Category, str, int], Spent] = defaultdict(Spent)
     unbound: dict[tuple[str, str], float] = defaultdict(float)
     for sample in samples:
         rule = match(sample.module, sample.kernel, shot.regime)
         if rule is None:
             unbound[sample.module, sample.kernel] += sample.duration_us
         elif rule.category is not None:
-            times[rule.category, rule.name or sample.kernel, sample.repeat] += sample.duration_us
+            spent = times[rule.category, rule.name or sample.kernel, sample.repeat]
+            if rule.stands_in:
+                spent.standing_in[sample.module] = spent.standing_in.get(sample.module, 0.0) + sample.duration_us
+            else:
+                spent.usual_us += sample.duration_us
     return times, unbound
 
 
@@ -247,7 +267,7 @@ def _note_unbound(
 
 def _rows(
     fill: Fill,
-    times: Mapping[tuple[Category, str, int], float],
+    times: Spending,
     repeats: Sequence[int],
     calls: Counter[Name],
     fused: Mapping[str, str],
@@ -259,8 +279,8 @@ def _rows(
         carrier = fused.get(name, name)
         sharers = 1 + sum(other == carrier for other in fused.values())
         category = table_of.get(name, fill.category)
-        divisor = max(1, calls[category, name]) * sharers
-        values = [times.get((category, carrier, repeat), 0.0) / divisor for repeat in repeats]
+        count, none = max(1, calls[category, name]), Spent()
+        values = [times.get((category, carrier, repeat), none).per_call(count) / sharers for repeat in repeats]
         if not values or min(values) <= 0.0:
             at = [str(r) for r, value in zip(repeats, values, strict=True) if value <= 0.0]
             return f"no kernel of {name!r} in repeat {', '.join(at)}" if at else f"no samples of {name!r}"

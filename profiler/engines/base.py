@@ -159,6 +159,9 @@ class Rule:
     category None means that the kernel is known and deliberately outside the tables, with the reason in `name`
     ("input copies").
     regimes: shots that the rule applies to; empty is all of them.
+    stands_in: each module here is one call of the component that ran something else than nearly all of its calls in
+    the whole model do, as the first layer's norm that has no residual to add. Where the pass has other calls, the
+    component's time is theirs alone.
     """
 
     module: str
@@ -166,6 +169,7 @@ class Rule:
     category: Category | None
     name: str
     regimes: tuple[Regime, ...] = ()
+    stands_in: bool = False
 
 
 class Binding(Protocol):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from profiling import FakeEngine, each_component
 
-from profiler.bind import Bound, bind, calls_per_pass
+from profiler.bind import Bound, bind, calls_per_pass, matcher
 from profiler.core.errors import AcquisitionError, ConfigError
 from profiler.core.registry import load_model, load_model_config
 from profiler.core.shots import Fill, MoeBatch, Shot
@@ -19,6 +19,17 @@ V32 = load_model("deepseek-ai/DeepSeek-V3.2-Exp")
 OPTIONS = EngineOptions(V32.name, load_model_config(V32.name), V32, "CPU", 1, (1,), "auto", None, 163_840, 8_192, 256)
 # Four layers in one pass: three with a dense MLP, one with experts.
 INFO = FakeEngine(OPTIONS, each_component).info()
+
+DECOMPOSED = EngineInfo(
+    name="vllm",
+    versions={"vllm": "0.26.0"},
+    gpu={},
+    kv={},
+    weights="fp8",
+    layer_kinds=("mla-full-dense", "mla-full-moe"),
+    whole_forward=True,
+    settings={"attention_backends": ["DEEPSEEK_V32_INDEXER", "FLASH_ATTN_MLA_SPARSE"]},
+)
 
 
 def binding(rules: Sequence[Rule], fused: Mapping[str, str] | None = None) -> Any:
@@ -126,6 +137,41 @@ def test_components_that_share_a_kernel_split_its_time_and_keep_the_sum() -> Non
     assert [row.time_us for row in result.rows] == [2.0, 2.0, 2.0]
     with pytest.raises(ConfigError, match="'gate_up_proj' runs 3 times a pass and its carrier 'o_proj' 4"):
         bound(samples, [Fill("dense", (8,), names)], rules, fused={"gate_up_proj": "o_proj"})
+
+
+def test_a_call_that_ran_something_else_counts_only_where_no_other_ran() -> None:
+    """The norms of two layers as vLLM 0.26.0 launched them on an H200, 8,192 tokens: the first has no residual."""
+    found = find_binding(DECOMPOSED)
+    rules, fill = found.rules(V32), Fill("dense", (8_192,), ("input_norm", "post_attention_norm", "final_norm"))
+    add = "std::enable_if<(((8)>(0)))&&vllm::_typeConvert<c10::BFloat16>::exists, void>::type "
+    add += "vllm::fused_add_rms_norm_kernel<c10::BFloat16, 8, true>(c10::BFloat16*, long,"
+    plain = "void vllm::rms_norm_kernel<c10::BFloat16, 8, 2, true>(c10::BFloat16*, c10::BFloat16 const*, long, long,"
+    samples = [
+        (0, "model.layers.0.input_layernorm", plain, 64.672),
+        (0, "model.layers.0.post_attention_layernorm", add, 112.256),
+        (0, "model.layers.1.input_layernorm", add, 113.12),
+        (0, "model.layers.1.post_attention_layernorm", add, 113.153),
+        (0, "model.norm", add, 115.104),
+    ]
+    result = bound(samples, [fill], rules, info=DECOMPOSED)
+    times = {row.name: row.time_us for row in result.rows}
+    assert times["input_norm"] == 113.12
+    assert times["post_attention_norm"] == pytest.approx((112.256 + 113.153) / 2) and times["final_norm"] == 115.104
+    assert not result.unbound and result.bound_share == 1.0
+    # A stack of one layer has nothing else, and an engine that adds in the first layer too is taken as it is.
+    one = replace(DECOMPOSED, layer_kinds=("mla-full-dense",))
+    rows = bound([samples[0], samples[1], samples[4]], [fill], rules, info=one).rows
+    assert {row.name: row.time_us for row in rows}["input_norm"] == 64.672
+    samples[0] = (0, "model.layers.0.input_layernorm", add, 112.0)
+    rows = bound(samples, [fill], rules, info=DECOMPOSED).rows
+    assert {row.name: row.time_us for row in rows}["input_norm"] == pytest.approx((112.0 + 113.12) / 2)
+
+
+def test_the_tenth_layer_is_not_the_first() -> None:
+    rules = find_binding(DECOMPOSED).rules(V32)
+    of_layer = {n: matcher(rules)(f"model.layers.{n}.input_layernorm", "rms_norm_kernel", "auto") for n in (0, 10)}
+    assert [bool(rule and rule.stands_in) for rule in of_layer.values()] == [True, False]
+    assert all(rule and rule.name == "input_norm" for rule in of_layer.values())
 
 
 def test_an_expert_shot_is_one_call() -> None:

@@ -147,6 +147,15 @@ def test_a_pass_fills_every_table(requests: Any, kernels: list[tuple[str, str, s
     assert cells["layernorm"] == 10.0 and cells["step_inputs"] == 60.0
 
 
+def test_the_first_norm_without_a_residual_is_left_out_of_the_others() -> None:
+    times = [4.0 if m == f"{D}.input_layernorm" else 10.0 for m, _, _ in ALWAYS]
+    kernels = zip(ALWAYS, times, strict=True)
+    samples = tuple(KernelSample(0, 0, module, kernel, us, 1) for (module, kernel, _), us in kernels)
+    shot = Shot(fills=(Fill("dense", (64,), ("layernorm", "final_layernorm")),), requests=((64, 0),))
+    found = bind([ShotResult(0, samples)], [shot], M3, info(), vllm_msa)
+    assert {row.name: row.time_us for row in found.rows} == {"layernorm": 10.0, "final_layernorm": 10.0}
+
+
 def test_coverage_accepts_a_component_that_its_carrier_shows() -> None:
     from profiler.coverage import coverage, refuse_incomplete
 

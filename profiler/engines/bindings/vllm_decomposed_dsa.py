@@ -17,6 +17,10 @@ INDEXER = r"\.self_attn\.indexer"
 MOE = r"\.mlp"
 # What the runner may launch around the model; anything else there is unknown and stays unbound.
 SMALL = r"(?i)elementwise|memcpy|memset|gather|index|scan|slot_mapping|metadata|fill|reduce"
+# The first layer has no residual yet to add: a plain norm, at 8,192 tokens of DeepSeek-V3.2 on an H200 63 us against
+# the 113 us of every other layer (vLLM's decoder layers: `if residual is None`).
+FIRST_NORM = r"(^|\.)layers\.0\.input_layernorm$"
+PLAIN = r"^(?!.*(?i:fused_?add))"
 
 
 def matches(info: EngineInfo) -> bool:
@@ -31,6 +35,7 @@ def rules(spec: ModelSpec) -> Sequence[Rule]:
         *_indexer(),
         *_attention(),
         *_mlp(),
+        Rule(FIRST_NORM, PLAIN, "dense", "input_norm", stands_in=True),
         _dense(r"\.input_layernorm$", "input_norm"),
         _dense(r"\.post_attention_layernorm$", "post_attention_norm"),
         _dense(r"^model\.norm$", "final_norm"),

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from profiler.core.types import Category, ModelSpec
 from profiler.engines.base import EngineInfo, Rule
-from profiler.engines.bindings.vllm_decomposed_dsa import SMALL
+from profiler.engines.bindings.vllm_decomposed_dsa import FIRST_NORM, PLAIN, SMALL
 
 FUSED: Mapping[str, str] = {"rotary_emb": "qk_norm"}
 
@@ -34,6 +34,7 @@ def rules(spec: ModelSpec) -> Sequence[Rule]:
         *_dense_attention(spec),
         *_sparse_attention(),
         *_mlp(),
+        Rule(FIRST_NORM, PLAIN, "dense", "layernorm", stands_in=True),
         _dense(r"\.(input|post_attention)_layernorm$", "layernorm"),
         _dense(r"^(language_model\.)?model\.norm$", "final_layernorm"),
         _dense(r"\.embed_tokens$", "embedding"),
