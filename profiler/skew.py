@@ -1,9 +1,11 @@
 """Corrections for batches of unequal requests: fitted per kernel, judged on batches that the fit has not seen.
 
-Decode requests of unequal lengths, three forms:
+Decode requests of unequal lengths, four forms; the price of a step takes one of the two in the middle
+(profiler.core.unequal), the one whose squared errors over the batches of the fit are smaller:
 
     mean      t(mean): the time follows the sum of the lengths
-    mean_max  t(mean) + alpha (t(max) - t(mean)), alpha by the number of requests; the form of skew_fit.csv
+    mean_max  t(mean) + alpha (t(max) - t(mean)), alpha by the number of requests
+    longest   the same with t(max) of few requests, where that is above t(mean)
     each      the mean over the requests of t(its keys): follows sums of a table that is not straight
 
 where t(x) is the kernel's own table at that number of requests and x keys each. Kernels that read at most a cap of keys
@@ -14,13 +16,16 @@ A prefill beside decode requests, and several prefills in a step, are compared w
 
     sum       all parts added
     once      added, less the fixed part of the launch for all but one (several prefills)
+    together  once, but no part costs more than its share of a chunk as long as all of them (several prefills)
     overlap   the longest part, and beta times the rest; beta from every other batch, judged on those between
+
+Several prefills are priced as once or together, whichever has the smaller squared errors over the same other batches.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, Final
 
 from profiler.core.batch_text import Batch, parse_batch
@@ -29,8 +34,10 @@ from profiler.core.errors import CoverageError
 from profiler.core.grid import Grid, Outside, batch_rows, fixed_us
 from profiler.core.skew_fit import SkewFit
 from profiler.core.types import Category, ModelSpec
+from profiler.core.unequal import Skew, Together, beyond_fixed_us, make_skew
 from profiler.kernels._components import ATTENTION_LIKE, categories_of
 from profiler.kernels._placement import Ran, decode_lookup, prefill_lookup, steps_of
+from profiler.kernels._unequal import request_steps, together_of
 from profiler.timing import percentile
 
 _DIGITS: Final = 4
@@ -45,15 +52,21 @@ class Measured:
     time_us: float
 
 
+Form = Callable[[Measured], float]
+
+
 @dataclass(frozen=True, slots=True)
 class Kernel:
     """The tables that a kernel's batches are compared with; None where it has no such cells. cap_tokens 0 is no cap.
-    fixed_us: of a launch with prefills (profiler.core.grid.fixed_us)."""
+    fixed_us: of a launch with prefills (profiler.core.grid.fixed_us). together: None where its work is not known.
+    longest_at: the smallest measured batch of each of its ways of working."""
 
     prefill: Grid | None
     decode: Grid | None
     cap_tokens: int
     fixed_us: float = 0.0
+    together: Together | None = None
+    longest_at: tuple[int, ...] = ()
 
     def keys(self, batch: Batch) -> list[int]:
         return [min(keys, self.cap_tokens) if self.cap_tokens else keys for keys in batch.decode_keys]
@@ -109,7 +122,22 @@ def _kernel(tables: Mapping[Category, Table], spec: ModelSpec, name: str, ran: R
     prefills, decodes = any(row.chunk for row in rows), any(row.requests for row in rows)
     prefill = prefill_lookup(rows, name, spec, ran, outside) if prefills else None
     decode = decode_lookup(rows, name, ran, outside) if decodes else None
-    return Kernel(prefill, decode, cap, fixed_us(prefill, steps_of(spec, name)) if prefill else 0.0)
+    steps = steps_of(spec, name)
+    return Kernel(
+        prefill,
+        decode,
+        cap,
+        fixed_us=fixed_us(prefill, steps) if prefill else 0.0,
+        together=together_of(name, spec, ran),
+        longest_at=_smallest(decode.xs, request_steps(name, ran)) if decode else (),
+    )
+
+
+def _smallest(requests: Sequence[float], steps: Sequence[int]) -> tuple[int, ...]:
+    """The smallest measured number of requests up to the first step, between each two, and behind the last."""
+    ranges = zip((0, *steps), (*steps, math.inf), strict=True)
+    found = (min((n for n in requests if low < n <= high), default=None) for low, high in ranges)
+    return tuple(int(n) for n in found if n is not None)
 
 
 def _fit_kernel(name: str, kernel: Kernel, batches: Sequence[Measured]) -> tuple[list[SkewFit], dict[str, Any]]:
@@ -119,45 +147,78 @@ def _fit_kernel(name: str, kernel: Kernel, batches: Sequence[Measured]) -> tuple
     for one in batches:
         by_use[one.use].append(one)
     if kernel.decode is not None and by_use["fit"]:
-        fits, outside = _alphas(name, kernel, by_use["fit"])
-        points = [(fit.decode_requests, fit.alpha) for fit in fits]
-        forms: dict[str, Callable[[Measured], float]] = {
-            "mean": lambda one: _mean_max(kernel, one.batch, 0.0),
-            "mean_max": lambda one: _mean_max(kernel, one.batch, held(points, len(one.batch.decode_keys))),
-            "each": lambda one: _each(kernel, one.batch),
-        }
-        report["decode"] = _judge(by_use["held_out"], forms) | {"fitted_on": len(by_use["fit"]) - outside}
+        fits, report["decode"] = _decode_report(name, kernel, by_use["fit"], by_use["held_out"])
     for use in ("joint", "prefills"):
         if by_use[use] and kernel.prefill is not None:
             report[use] = _parts_report(kernel, by_use[use])
     return fits, report
 
 
-def _alphas(name: str, kernel: Kernel, batches: Sequence[Measured]) -> tuple[list[SkewFit], int]:
-    """One alpha per number of requests, and how many batches lay outside the kernel's table."""
-    sums: dict[int, list[tuple[float, float]]] = defaultdict(list)
-    outside = 0
+def _decode_report(
+    name: str, kernel: Kernel, batches: Sequence[Measured], held_out: Sequence[Measured]
+) -> tuple[list[SkewFit], dict[str, Any]]:
+    """The corrections of the form that suits the kernel better, and how every form does on the batches held out."""
+    found, forms = {}, {}
+    for form, longest_at in (("mean_max", ()), ("longest", kernel.longest_at)):
+        found[form] = _alphas(name, kernel, batches, longest_at)
+        forms[form] = _decode_form(kernel, found[form], longest_at)
+    chosen = _better(batches, forms, "mean_max", "longest")
+    judged = _judge(
+        held_out, {"mean": lambda one: _mean(kernel, one.batch), **forms, "each": lambda one: _each(kernel, one.batch)}
+    )
+    report = judged | {"fitted_on": sum(fit.batches for fit in found[chosen]), "form": chosen}
+    if chosen == "longest":
+        report["longest_at"] = list(kernel.longest_at)
+    return found[chosen], report
+
+
+def _decode_form(kernel: Kernel, fits: Sequence[SkewFit], longest_at: tuple[int, ...]) -> Form:
+    skew = make_skew([(0, fit.decode_requests, fit.alpha) for fit in fits], longest_at)
+    return lambda one: _decode_us(kernel, skew, one.batch)
+
+
+def _decode_us(kernel: Kernel, skew: Skew | None, batch: Batch) -> float:
+    assert kernel.decode is not None
+    requests, keys = len(batch.decode_keys), kernel.keys(batch)
+    mean = sum(keys) / requests
+    return skew.decode_us(kernel.decode, requests, mean, max(keys)) if skew else kernel.at(requests, mean)
+
+
+def _better(batches: Sequence[Measured], forms: Mapping[str, Form], first: str, second: str) -> str:
+    """Of two forms the one whose squared relative errors are smaller over the batches that both can price."""
+    squares = {first: 0.0, second: 0.0}
     for one in batches:
-        requests, keys = len(one.batch.decode_keys), kernel.keys(one.batch)
         try:
-            mean, most = kernel.at(requests, sum(keys) / requests), kernel.at(requests, max(keys))
+            errors = {form: forms[form](one) / one.time_us - 1 for form in squares}
         except CoverageError:
-            outside += 1
+            continue
+        for form, error in errors.items():
+            squares[form] += error * error
+    return second if squares[second] < squares[first] else first
+
+
+def _alphas(name: str, kernel: Kernel, batches: Sequence[Measured], longest_at: tuple[int, ...]) -> list[SkewFit]:
+    """One alpha per number of requests, from the batches inside the kernel's table."""
+    # What alpha multiplies is the price at alpha 1 less that at alpha 0.
+    whole = make_skew([(0, 1, 1.0)], longest_at)
+    sums: dict[int, list[tuple[float, float]]] = defaultdict(list)
+    for one in batches:
+        try:
+            mean, most = _mean(kernel, one.batch), _decode_us(kernel, whole, one.batch)
+        except CoverageError:
             continue
         rise = (most - mean) / one.time_us
-        sums[requests].append((rise * (one.time_us - mean) / one.time_us, rise * rise))
+        sums[len(one.batch.decode_keys)].append((rise * (one.time_us - mean) / one.time_us, rise * rise))
     fits = []
     for requests, terms in sorted(sums.items()):
         square = sum(b for _, b in terms)
         alpha = min(1.0, max(0.0, sum(a for a, _ in terms) / square)) if square else 0.0
         fits.append(SkewFit(name, 0, requests, round(alpha, _DIGITS), len(terms)))
-    return fits, outside
+    return fits
 
 
-def _mean_max(kernel: Kernel, batch: Batch, alpha: float) -> float:
-    requests, keys = len(batch.decode_keys), kernel.keys(batch)
-    mean = kernel.at(requests, sum(keys) / requests)
-    return mean + alpha * (kernel.at(requests, max(keys)) - mean) if alpha else mean
+def _mean(kernel: Kernel, batch: Batch) -> float:
+    return _decode_us(kernel, None, batch)
 
 
 def _each(kernel: Kernel, batch: Batch) -> float:
@@ -165,17 +226,7 @@ def _each(kernel: Kernel, batch: Batch) -> float:
     return sum(kernel.at(len(keys), one) for one in keys) / len(keys)
 
 
-def held(points: Sequence[tuple[int, float]], x: float) -> float:
-    """Linear between the points, constant beyond the first and the last; 0 without points."""
-    if not points:
-        return 0.0
-    for (x0, y0), (x1, y1) in pairwise(points):
-        if x <= x1:
-            return y0 if x <= x0 else y0 + (y1 - y0) * (x - x0) / (x1 - x0)
-    return points[0][1] if x <= points[0][0] else points[-1][1]
-
-
-def _judge(batches: Sequence[Measured], forms: Mapping[str, Callable[[Measured], float]]) -> dict[str, Any]:
+def _judge(batches: Sequence[Measured], forms: Mapping[str, Form]) -> dict[str, Any]:
     """p50, p90 and p99 of each form's relative error over the batches inside the table."""
     errors: dict[str, list[float]] = {form: [] for form in forms}
     outside = 0
@@ -204,9 +255,9 @@ def _parts(kernel: Kernel, batch: Batch) -> Iterator[float]:
         yield kernel.at(len(keys), sum(keys) / len(keys))
 
 
-def _once(kernel: Kernel, batch: Batch) -> float:
-    fixed = kernel.fixed_us
-    return fixed + sum(max(0.0, part - fixed) for part in _parts(kernel, batch))
+def _prefills_us(kernel: Kernel, batch: Batch, together: Together | None) -> float:
+    assert kernel.prefill is not None
+    return kernel.fixed_us + beyond_fixed_us(kernel.prefill, kernel.fixed_us, together, batch.prefills)
 
 
 def _overlap(kernel: Kernel, batch: Batch, beta: float) -> float:
@@ -215,15 +266,20 @@ def _overlap(kernel: Kernel, batch: Batch, beta: float) -> float:
 
 
 def _parts_report(kernel: Kernel, batches: Sequence[Measured]) -> dict[str, Any]:
-    beta = _beta(kernel, batches[::2])
-    forms: dict[str, Callable[[Measured], float]] = {
+    seen, unseen = batches[::2], batches[1::2]
+    beta = _beta(kernel, seen)
+    forms: dict[str, Form] = {
         "sum": lambda one: sum(_parts(kernel, one.batch)),
         "overlap": lambda one: _overlap(kernel, one.batch, beta),
     }
+    chosen = {}
     if batches[0].use == "prefills":
-        forms["once"] = lambda one: _once(kernel, one.batch)
-    judged = _judge(batches[1::2], forms)
-    return judged | {"beta": round(beta, _DIGITS), "fitted_on": len(batches[::2])}
+        forms["once"] = lambda one: _prefills_us(kernel, one.batch, None)
+        chosen = {"form": "once"}
+        if kernel.together is not None:
+            forms["together"] = lambda one: _prefills_us(kernel, one.batch, kernel.together)
+            chosen = {"form": _better(seen, forms, "once", "together")}
+    return _judge(unseen, forms) | {"beta": round(beta, _DIGITS), "fitted_on": len(seen)} | chosen
 
 
 def _beta(kernel: Kernel, batches: Sequence[Measured]) -> float:

@@ -17,7 +17,9 @@ from profiler.core.modules import fold_for
 from profiler.core.registry import family
 from profiler.core.shard import stage_layers
 from profiler.core.types import Category, Component, ModelSpec, Parallel
+from profiler.core.unequal import forms_of, make_skew
 from profiler.kernels._placement import decode_lookup, prefill_lookup, ran_of, steps_of
+from profiler.kernels._unequal import together_of
 from serving.backends import DEFAULT, sends
 from serving.collectives import Collectives, from_hardware
 from serving.cost.communication import Communication, group_lines
@@ -25,7 +27,6 @@ from serving.cost.experts import Experts, expert_lines
 from serving.cost.kernels import Kernel, PrefillWhen
 from serving.cost.lines import Line
 from serving.cost.pipeline import PipelineCost, stage_sends
-from serving.cost.skew import make_skew
 from serving.cost.step import DensePrefill, TableCost
 from serving.cost.tokens import Folded, curve_lines
 from serving.routing import BusiestRank, ExpertLoad, own_reach
@@ -239,18 +240,27 @@ class _Builder:
             )
         prefill = prefill_lookup(rows, one.name, self.spec, self.ran, outside) if one.when != "decode" else None
         decode = decode_lookup(rows, one.name, self.ran, outside) if one.when in ("always", "decode") else None
+        steps, forms = steps_of(self.spec, one.name), forms_of(self.bundle.meta, tp, one.name)
+        # Bundles without a choice of forms have no correction of kernels that read capped lengths.
+        skewed = self.query_tokens == 1 and (forms.decode is not None or not self._cap_tokens(one))
         return Kernel(
             name=one.name,
             count=count,
             prefill=prefill,
             decode=decode,
             mixed=mixed_grid(rows, outside) if decode and prefill else None,
-            skew=make_skew(self.bundle.skew.get((tp, one.name), ())) if self.query_tokens == 1 else None,
-            fixed_us=fixed_us(prefill, steps_of(self.spec, one.name)) if prefill else 0.0,
-            capped=one.category == "sparse_attention",
+            skew=make_skew(self.bundle.skew.get((tp, one.name), ()), forms.longest_at) if skewed else None,
+            together=together_of(one.name, self.spec, self.ran) if forms.prefills == "together" else None,
+            fixed_us=fixed_us(prefill, steps) if prefill else 0.0,
+            cap_tokens=self._cap_tokens(one),
             prefill_when=_prefill_when(one),
             provenance=self.provenance,
         )
+
+    def _cap_tokens(self, one: Component) -> int:
+        """Most keys that the kernel reads of each request, 0 for all."""
+        indexer = self.spec.indexer
+        return indexer.attended_cap_tokens if indexer and one.category == "sparse_attention" else 0
 
     def experts(self, counts: Mapping[Component, int], busiest: BusiestRank | None) -> tuple[Experts, ...]:
         moe, ep = self.spec.moe, self.parallel.ep

@@ -6,8 +6,8 @@ from typing import Literal
 
 from profiler.core.grid import Grid
 from profiler.core.grid_mixed import MixedGrid
+from profiler.core.unequal import Skew, Together, beyond_fixed_us
 from serving.core.shape import StepShape
-from serving.cost.skew import Skew
 
 Prefill = tuple[int, int]
 PrefillWhen = Literal["always", "dense", "sparse", "selection", "never"]
@@ -17,11 +17,12 @@ PrefillWhen = Literal["always", "dense", "sparse", "selection", "never"]
 class Kernel:
     """One kernel with its own tables and `count` calls per step.
 
-    Prefill requests are priced one by one: a step launches the kernel once for all of them, so its fixed part counts
-    once, and the rest adds up. Decode requests are priced at their number and their mean keys. mixed: the kernel runs
-    prefill and decode rows in one launch that was measured as such; then the longest prefill is priced together with
-    the decode rows. skew: correction for decode rows of unequal lengths. fixed_us: see profiler.core.grid.fixed_us.
-    capped: reads at most the attended cap of each request. prefill_when: the steps in which it takes prefill rows.
+    A step launches the kernel once for all its prefills, so the fixed part counts once, and the rest adds up, each
+    request by itself or, with `together`, as its share of a longer chunk. Decode requests are priced at their number
+    and their mean keys. mixed: the kernel runs prefill and decode rows in one launch that was measured as such; then
+    the longest prefill is priced together with the decode rows. skew: correction for decode rows of unequal lengths
+    (profiler.core.unequal has both forms). fixed_us: see profiler.core.grid.fixed_us. cap_tokens: most keys that it
+    reads of each request, 0 for all. prefill_when: the steps in which it takes prefill rows.
     """
 
     name: str
@@ -30,8 +31,9 @@ class Kernel:
     decode: Grid | None
     mixed: MixedGrid | None
     skew: Skew | None
+    together: Together | None
     fixed_us: float
-    capped: bool
+    cap_tokens: int
     prefill_when: PrefillWhen
     provenance: str
 
@@ -40,8 +42,12 @@ class Kernel:
         decodes = shape.decode_requests if self.decode is not None else 0
         if not decodes:
             return self._prefills(prefills) if prefills else 0.0
-        keys = (shape.decode_kv_capped_sum_tokens if self.capped else shape.decode_kv_sum_tokens) / decodes
-        longest = 0 if self.capped else shape.decode_kv_max_tokens
+        longest, cap = shape.decode_kv_max_tokens, self.cap_tokens
+        if cap:
+            keys = shape.decode_kv_capped_sum_tokens / decodes
+            longest = min(longest, cap)
+        else:
+            keys = shape.decode_kv_sum_tokens / decodes
         if not prefills:
             return self._decode(decodes, keys, longest)
         if self.mixed is None:
@@ -59,16 +65,13 @@ class Kernel:
 
     def _beyond_fixed(self, prefills: Sequence[Prefill]) -> float:
         assert self.prefill is not None
-        at, fixed = self.prefill.at, self.fixed_us
-        return sum(max(0.0, at(chunk, context) - fixed) for chunk, context in prefills)
+        return beyond_fixed_us(self.prefill, self.fixed_us, self.together, prefills)
 
     def _decode(self, requests: int, keys: float, longest: int) -> float:
         assert self.decode is not None
-        mean = self.decode.at(requests, keys)
-        if self.skew is None or longest <= keys:
-            return mean
-        alpha = self.skew.decode(requests)
-        return mean + alpha * (self.decode.at(requests, longest) - mean) if alpha else mean
+        if self.skew is None:
+            return self.decode.at(requests, keys)
+        return self.skew.decode_us(self.decode, requests, keys, longest)
 
     def _mixed(self, prefill: Prefill, requests: int, keys: float, longest: int) -> float:
         assert self.mixed is not None

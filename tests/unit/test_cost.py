@@ -19,7 +19,6 @@ from serving.core.shape import StepShape
 from serving.cost import TableCost, build_cost, default_capture_sizes
 from serving.cost.experts import activated_experts, local_pairs
 from serving.cost.graphs import padding
-from serving.cost.skew import make_skew
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -364,14 +363,6 @@ def test_activated_experts_against_enumeration(topk: int, ep: int, tokens: int) 
 def test_every_expert_is_reached_when_a_token_takes_all() -> None:
     moe = MoeDims(num_experts=4, topk=4, intermediate=1, num_shared_experts=0, shared_intermediate=0)
     assert activated_experts(moe, 2, 1) == 2.0
-
-
-def test_skew_is_linear_between_shapes_and_constant_beyond() -> None:
-    skew = make_skew([(0, 8, 0.2), (0, 16, 0.4), (128, 8, 0.1), (256, 8, 0.3)])
-    assert skew is not None
-    assert [skew.decode(n) for n in (2, 8, 12, 99)] == pytest.approx([0.2, 0.2, 0.3, 0.4])
-    assert [skew.mixed(c, 8) for c in (1, 128, 192, 999)] == pytest.approx([0.1, 0.1, 0.2, 0.3])
-    assert make_skew([]) is None
 
 
 def test_host_time_shows_only_where_it_exceeds_an_overlapping_device(bundle: Bundle) -> None:

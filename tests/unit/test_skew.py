@@ -15,7 +15,7 @@ from profiler.core.skew_fit import SkewFit, read_fits
 from profiler.core.types import Category
 from profiler.kernels import skew as skew_shots
 from profiler.kernels._axes import GRIDS, Limits
-from profiler.skew import fit_skew, held
+from profiler.skew import fit_skew
 
 V32 = load_model("deepseek-ai/DeepSeek-V3.2-Exp")
 FULL = Limits("full", 1, (1,), 163_840, 16_384, 256)
@@ -109,12 +109,6 @@ def test_batches_outside_the_table_are_counted_not_guessed() -> None:
     kept = [row for row in short.rows() if int(row[4]) <= 8_192]
     report = fit_skew({"indexer": make_table("indexer", kept), "skew": own["skew"]}, V32).report["index_scores"]
     assert report["decode"]["outside"] > 0
-
-
-def test_a_correction_is_linear_between_its_points_and_constant_beyond() -> None:
-    points = [(8, 0.2), (16, 0.4)]
-    assert [held(points, n) for n in (1, 8, 12, 16, 99)] == pytest.approx([0.2, 0.2, 0.3, 0.4, 0.4])
-    assert held([], 5) == 0.0 and held([(8, 0.3)], 2) == held([(8, 0.3)], 64) == 0.3
 
 
 def bundle(tmp_path: Path, fits: dict[int, list[SkewFit]]) -> Path:
