@@ -3,7 +3,8 @@
 Why piecewise linear: on the stored tables, leaving out every inner point and predicting it from its neighbours, linear
 interpolation has a median error of 1 to 2 % along keys and requests and beats log-log interpolation, since real kernels
 grow in tiles and waves rather than smoothly. Where these are known, time runs straight in the work of a batch rather
-than in its size (profiler.core.grid_work), and the lookup is a line through the bends of that work.
+than in its size (profiler.core.grid_work), and the lookup is a line through the bends of that work. Work need not grow
+with the size: kernels that split their keys take longer for 24 queries than for 32.
 
 What happens off the full rectangle. A grid is a list of rows (one per chunk, batch or pair count), each with points
 of its own. Between two rows both are read at the same second coordinate. Where one of them has no point there, both
