@@ -7,6 +7,7 @@ SUMMARIES = {
     "import": "Turn tables that others measured into bundles.",
     "profile": "Measure a model's kernels and write a bundle of tables.",
     "project": "Scale a bundle to a GPU that nobody measured, with an error band.",
+    "queue": "Run many acquisitions on one card, without pauses between them.",
     "show": "Summarise a bundle and plot its tables on one page.",
     "slice": "Measure one table of an existing bundle anew.",
 }

@@ -92,6 +92,17 @@ names = _names
 integers = _integers
 
 
+def check_samples_options(options: Mapping[str, Any]) -> None:
+    """Raises ConfigError where the options of `profile` about samples do not go together."""
+    from profiler.core.errors import ConfigError
+
+    for flag in ("resume", "samples_only"):
+        if options[flag] and (options["save_samples"] is None or options["from_samples"]):
+            raise ConfigError(f"--{flag.replace('_', '-')} goes with --save-samples FILE and without --from-samples")
+    if options["from_samples"] and options["save_samples"]:
+        raise ConfigError("--from-samples reads samples and --save-samples measures them: give one of the two")
+
+
 def job_of(model: str, options: dict[str, Any]) -> "Job":
     from profiler.acquire import Job
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from profiler.commands._options import (
+    check_samples_options,
     engine_options,
     from_samples_option,
     job_of,
@@ -61,11 +62,7 @@ def command(model: str, **options: Any) -> None:
     from profiler.tabulate import config_sha256
 
     save_to, read_from = options["save_samples"], options["from_samples"]
-    for flag in ("resume", "samples_only"):
-        if options[flag] and (save_to is None or read_from):
-            raise ConfigError(f"--{flag.replace('_', '-')} goes with --save-samples FILE and without --from-samples")
-    if read_from and save_to:
-        raise ConfigError("--from-samples reads samples and --save-samples measures them: give one of the two")
+    check_samples_options(options)
     job = job_of(model, options)
     if options["moe_from"] and job.categories and "moe" not in job.categories:
         job = replace(job, categories=(*job.categories, "moe"))
