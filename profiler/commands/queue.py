@@ -59,7 +59,7 @@ def command(plan_file: Path, folder: Path | None, dry_run: bool) -> None:
         f"{outcome.earlier} done before"
     )
     if outcome.failures:
-        raise AcquisitionError(f"{len(outcome.failures)} jobs failed\n  " + "\n  ".join(outcome.failures))
+        raise AcquisitionError(f"jobs that failed: {len(outcome.failures)}\n  " + "\n  ".join(outcome.failures))
 
 
 def _parsed(plan: "Plan", job: "QueueJob") -> click.Context:
@@ -173,5 +173,5 @@ def _print_plan(plan: "Plan", contexts: dict[str, click.Context], done: set[str]
         else:
             minutes, unknown, left = minutes + own, unknown + (not found), left + job.max_seconds / 60
         click.echo(f"{job.name}: {job.argv[0]}: {', '.join(notes)}")
-    rest = f" and {unknown} jobs without an estimate" if unknown else ""
+    rest = f", {unknown} without an estimate" if unknown else ""
     click.echo(f"{len(plan.jobs)} jobs, {len(done)} done before; about {minutes:.1f} minutes{rest}, at most {left:.1f}")

@@ -93,7 +93,7 @@ def test_a_killed_queue_ends_its_jobs_and_goes_on_where_it_was(tmp_path: Path) -
     assert queue.returncode == 6, told
     assert f"{out}: 3 jobs in " in said
     last = [line for line in told.splitlines() if not line[:1].isspace() or line.startswith("  three")]
-    assert last[0] == "error: 1 jobs failed" and last[1].startswith("  three: exit code 3 after ")
+    assert last[0] == "error: jobs that failed: 1" and last[1].startswith("  three: exit code 3 after ")
     assert len(last) == 2 and "no bundle" in last[1]
     state = yaml.safe_load((out / "state.yaml").read_text())["jobs"]
     assert [state[name]["exit_code"] for name in ("one", "two", "three")] == [0, 0, 3]

@@ -154,7 +154,7 @@ def test_a_dry_run_adds_up_minutes_and_starts_nothing(tmp_path: Path, capsys: py
     minutes = [float(line.split("about ")[1].split()[0]) for line in (lines[1], lines[2], lines[-1])]
     assert minutes[0] + minutes[1] == pytest.approx(minutes[2], abs=0.11) and minutes[0] >= 1.0
     assert (
-        lines[-1].startswith("4 jobs, 0 done before; ") and "and 2 jobs without an estimate, at most 4.5" in lines[-1]
+        lines[-1].startswith("4 jobs, 0 done before; ") and "minutes, 2 without an estimate, at most 4.5" in lines[-1]
     )
     assert not (tmp_path / "out").exists()
 

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -282,3 +283,39 @@ def test_vllm_is_imported_ahead_where_the_process_starts_it(
     assert uses_vllm(module, argv.split()) is False  # not installed here
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name == "vllm" or None)
     assert uses_vllm(module, argv.split()) is expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment"),
+    [
+        (("profiler", "profile", "M", "--hardware", "H200"), "0 1"),
+        (("serving", "record", "M", "--hardware", "H200"), "None None"),
+        (("serving", "record", "M", "--hardware", "H200", "--single-stream"), "None 1"),
+    ],
+)
+def test_a_process_imports_vllm_in_its_commands_environment_and_ends_with_its_input(
+    arguments: tuple[str, ...], environment: str, tmp_path: Path
+) -> None:
+    package = tmp_path / "vllm"
+    package.mkdir()
+    package.joinpath("__init__.py").write_text(
+        "import os, sys\n"
+        "names = 'VLLM_USE_V2_MODEL_RUNNER', 'VLLM_DISABLE_SHARED_EXPERTS_STREAM'\n"
+        "print('vllm with', *map(os.environ.get, names), os.environ.get('HF_HUB_OFFLINE'), file=sys.stderr)\n"
+        "LLM = None\n"
+    )
+    root = Path(FAKE).parents[1]
+    done = subprocess.run(
+        [sys.executable, "-m", "profiler.queue_standby", *arguments],
+        cwd=root,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    first, missing, stands = done.stderr.splitlines()[-3:]
+    assert first == f"vllm with {environment} 1"
+    # A part of another version that is not there stops nothing: the command says so itself where it needs it.
+    assert missing == "not imported ahead: vllm: No module named 'vllm.v1'" and stands.startswith("stands by after ")
+    assert done.returncode == 130 and done.stdout == ""
