@@ -1,6 +1,7 @@
-"""Expert tables of a sibling variant: they do not depend on the KV layout, so one measurement serves every layout.
+"""Tables of a sibling variant that do not depend on the KV layout, so that one measurement serves every layout.
 
-A source is a samples file or a bundle. It must be of the same model configuration, card, weights, engine and versions,
+These are the experts, and the indexer of DSA, whose keys lie in a cache of their own. A source of experts is a samples
+file or a bundle, one of both a bundle. It must be of the same model configuration, card, weights, engine and versions,
 protocol and expert back end; what was taken from where is kept in meta.yaml.
 """
 
@@ -11,10 +12,12 @@ from typing import Any, Final
 
 from profiler.core.bundle import Bundle, Table, read_bundle, write_bundle
 from profiler.core.errors import ConfigError
+from profiler.core.types import Category, ModelSpec
 from profiler.engines.base import EngineInfo
 from profiler.samples import Run, read_runs
+from profiler.sweep import shared_categories
 
-CATEGORY: Final = "moe"
+CATEGORY: Final[Category] = "moe"
 TP: Final = 1
 # Settings that change the time of experts.
 _SETTINGS: Final = ("weights", "routing", "environment")
@@ -26,6 +29,14 @@ class Sources:
 
     runs: tuple[tuple[Path, Run], ...]
     bundles: tuple[Bundle, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Lender:
+    """A bundle of another KV layout, and the categories of its tables at tp 1 that serve this one too."""
+
+    bundle: Bundle
+    categories: tuple[Category, ...]
 
 
 def read_sources(paths: Sequence[Path], model: str, hardware: str, sha256: str) -> Sources:
@@ -97,13 +108,36 @@ def copy_table(sources: Sources, path: Path, root: Path, force: bool = False) ->
 
     Raises ConfigError when it was measured otherwise, or the table is there and `force` is not given.
     """
-    if not sources.bundles:
-        return None
-    source, own = sources.bundles[-1], read_bundle(path)
+    return copy_one(sources.bundles[-1], path, CATEGORY, root, force) if sources.bundles else None
+
+
+def read_lender(path: Path, spec: ModelSpec, tps: Sequence[int], hardware: str, sha256: str) -> Lender:
+    """The bundle at `path` and which of its tables serve every KV layout of the model at these degrees.
+
+    Raises ConfigError when it is of another model, configuration or card, or has no such table.
+    """
+    bundle = read_bundle(path)
+    facts = {key: bundle.meta.get(key) for key in ("model", "hardware", "model_config_sha256")}
+    _refuse(path, facts, {"model": spec.name, "hardware": hardware, "model_config_sha256": sha256})
+    serving_all: list[Category] = [CATEGORY, *shared_categories(spec, tps)]
+    lent = tuple(category for category in serving_all if (TP, category) in bundle.tables)
+    if not lent:
+        raise ConfigError(f"{path}: has none of the tables that serve every KV layout ({', '.join(serving_all)})")
+    return Lender(bundle, lent)
+
+
+def copy_one(source: Bundle, path: Path, category: Category, root: Path, force: bool = False) -> Table:
+    """Adds the source's table of a category at tp 1 to the bundle at `path`.
+
+    Raises ConfigError when it was measured otherwise, or the table is there and `force` is not given.
+    """
+    own = read_bundle(path)
     keys = ("weights", "protocol")
     there, here = ({key: meta[key] for key in keys} | _engine(meta) for meta in (source.meta, own.meta))
+    if category != CATEGORY:
+        there["index_keys"], here["index_keys"] = (_index_bytes(meta) for meta in (source.meta, own.meta))
     _refuse(source.path, there, here)
-    table, name = source.tables[TP, CATEGORY], f"tp{TP}/{CATEGORY}"
+    table, name = source.tables[TP, category], f"tp{TP}/{category}"
     entry = source.meta["grid"].get(name, {})
     file = source.meta["files"].get(f"{name}.csv", {})
     origin = {"kv_layout": source.meta["kv"]["layout"], "measured_at": file.get("measured_at")}
@@ -111,8 +145,12 @@ def copy_table(sources: Sources, path: Path, root: Path, force: bool = False) ->
     if (run := entry.get("run")) in source.meta["grid"]:
         grid.setdefault(run, source.meta["grid"][run])
     meta = {key: value for key, value in own.meta.items() if key != "files"} | {"grid": grid}
-    write_bundle(root, meta, {(TP, CATEGORY): table}, force)
+    write_bundle(root, meta, {(TP, category): table}, force)
     return table
+
+
+def _index_bytes(meta: Mapping[str, Any]) -> list[Any]:
+    return [cache["bytes_per_token_layer"] for cache in meta["kv"]["caches"] if cache["name"] == "index_keys"]
 
 
 def _engine(meta: Mapping[str, Any]) -> dict[str, Any]:
@@ -137,4 +175,4 @@ def _facts(info: EngineInfo, protocol: Mapping[str, Any]) -> dict[str, Any]:
 def _refuse(path: Path, there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
     lines = [f"  {key}: {there[key]!r} there, {here[key]!r} here" for key in here if there[key] != here[key]]
     if lines:
-        raise ConfigError(f"{path}: its experts were measured otherwise, so they are not taken:\n" + "\n".join(lines))
+        raise ConfigError(f"{path}: measured otherwise, so its tables are not taken:\n" + "\n".join(lines))

@@ -20,6 +20,8 @@ from profiler.commands._options import (
 
 if TYPE_CHECKING:
     from profiler.acquire import Job, Target
+    from profiler.borrow import Lender
+    from profiler.tabulate import Acquired
 
 
 @click.command("profile", context_settings={"show_default": True})
@@ -48,6 +50,11 @@ if TYPE_CHECKING:
     type=click.Path(exists=True, path_type=Path),
     help="Take the expert table from samples or a bundle of another KV layout. May be repeated.",
 )
+@click.option(
+    "--shared-from",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Take the tables that the KV layout does not change (experts, the indexer of DSA) from this bundle.",
+)
 def command(model: str, **options: Any) -> None:
     """Measure the kernels of MODEL on the device here and write a bundle of latency tables.
 
@@ -75,6 +82,10 @@ def command(model: str, **options: Any) -> None:
             options["moe_from"], target.spec.name, target.hardware, config_sha256(target.config)
         )
         target = acquire.without_category(target, borrow.CATEGORY)
+    lender = None
+    if options["shared_from"]:
+        lender, job = _with_lender(options["shared_from"], job, target)
+        target = acquire.prepare(job, options["model_config_root"])
     if options["dry_run"]:
         _print_plan(job, target)
         return
@@ -92,15 +103,37 @@ def command(model: str, **options: Any) -> None:
         count = sum(len(run.results) for runs in by_tp.values() for run in runs)
         click.echo(f"{save_to}: {count} shots")
         return
-    done = []
+    done: list[Acquired] = []
     for tp in chosen:
         lent = borrow.expert_runs(sources, by_tp[tp][-1]) if sources and tp == borrow.TP else []
         bundle, acquired = acquire.publish([*lent, *by_tp[tp]], target, job, out_root, options["force"])
         print_tables(bundle, acquired)
         if sources and tp == borrow.TP and bundle and borrow.copy_table(sources, bundle, out_root, options["force"]):
             click.echo(f"  tp{tp}/{borrow.CATEGORY}.csv: taken from {sources.bundles[-1].path}")
+        if lender and bundle and not done:
+            for category in lender.categories:
+                borrow.copy_one(lender.bundle, bundle, category, out_root, options["force"])
+                click.echo(f"  tp{borrow.TP}/{category}.csv: taken from {lender.bundle.path}")
+            # Again, since unequal batches of the indexer's kernels are compared with its table.
+            _, acquired = acquire.publish(by_tp[tp], target, job, out_root, True)
         done.append(acquired)
     acquire.refuse_incomplete(done)
+
+
+def _with_lender(path: Path, job: "Job", target: "Target") -> "tuple[Lender, Job]":
+    """The bundle that lends tables, and the job without their categories."""
+    from dataclasses import replace
+
+    from profiler import borrow
+    from profiler.core.errors import ConfigError
+    from profiler.sweep import choose_categories
+    from profiler.tabulate import config_sha256
+
+    if borrow.TP not in job.tps[:1]:
+        raise ConfigError(f"--shared-from: the tables taken are those of tp {borrow.TP}, so it goes first: --tp 1,...")
+    lender = borrow.read_lender(path, target.spec, job.tps, target.hardware, config_sha256(target.config))
+    wanted = job.categories or choose_categories(target.spec, None, borrow.TP, job.skip_skew)
+    return lender, replace(job, categories=tuple(c for c in wanted if c not in lender.categories))
 
 
 def _print_plan(job: "Job", target: "Target") -> None:

@@ -408,7 +408,7 @@ def _device_lost(failures: Iterable[str]) -> str | None:
 
 def _compile_ahead(config: Mapping[str, Any], options: EngineOptions, workers: int) -> None:
     """Fill the GEMM kernel caches with parallel workers, then wait for them."""
-    tokens = [t for t in jit.TOKENS if t <= options.max_num_batched_tokens]
+    tokens = jit.step_sizes(options.max_num_batched_tokens)
     started = time.monotonic()
     processes = jit.start_workers(jit.fp8_gemm_shapes(dict(config)), tokens, workers)
     import vllm  # noqa: F401  (slow to import; done while the workers compile)

@@ -123,3 +123,33 @@ def test_an_expert_shot_that_failed_is_not_taken_as_measured(call: Any, tmp_path
     result, _ = call("--moe-from", str(samples), kv=PACKED)
     assert "out of memory" in str(result.exception)
     assert (1, "moe") not in read_bundle(folder(tmp_path, "bf16-kvfp8_ds_mla")).tables
+
+
+def test_what_no_layout_changes_is_taken_from_the_other_bundle(call: Any, tmp_path: Path) -> None:
+    assert call("--ep", "1,2")[0].exit_code == 0
+    source = folder(tmp_path, "bf16")
+    result, ran = call("--tp", "1,2", "--shared-from", str(source), kv=PACKED)
+    assert result.exit_code == 0, result.output
+    assert ran and not any(shot.moe for shot in ran)
+    assert not any(fill.category == "indexer" for shot in ran for fill in shot.fills)
+    first, second = read_bundle(source), read_bundle(folder(tmp_path, "bf16-kvfp8_ds_mla"))
+    for category in ("moe", "indexer"):
+        assert table_text(second.tables[1, category]) == table_text(first.tables[1, category])
+        origin = second.meta["grid"][f"tp1/{category}"]["from"]
+        assert origin == {"kv_layout": "bf16", "measured_at": first.meta["measured_at"]}
+    assert table_text(second.tables[2, "indexer"]) == table_text(first.tables[1, "indexer"])
+    assert second.meta["grid"]["tp2/indexer"]["from"] == {"tp": 1}
+
+
+def test_a_lender_of_another_index_cache_or_without_such_tables_is_refused(call: Any, tmp_path: Path) -> None:
+    assert call("--categories", "dense")[0].exit_code == 0
+    source = folder(tmp_path, "bf16")
+    result, ran = call("--shared-from", str(source), kv=PACKED)
+    assert "has none of the tables that serve every KV layout (moe, indexer)" in str(result.exception)
+    assert ran == []
+    result, ran = call("--tp", "2", "--shared-from", str(source), kv=PACKED)
+    assert "so it goes first" in str(result.exception) and ran == []
+    assert call("--categories", "indexer")[0].exit_code == 0
+    wide = PACKED | {"caches": [*PACKED["caches"], {"name": "index_keys", "bytes_per_token_layer": 256}]}
+    result, _ = call("--shared-from", str(source), kv=wide)
+    assert "index_keys: [] there, [256] here" in str(result.exception)

@@ -88,3 +88,16 @@ def test_an_engine_waits_for_the_file_that_ends_its_wait(
     jit.wait_for_others()
     assert time.monotonic() - started >= 0.3 and done.exists()
     assert "for compile workers" in capsys.readouterr().err
+
+
+def test_every_batch_of_the_full_grid_is_compiled_ahead() -> None:
+    from profiler.core.registry import load_model
+    from profiler.kernels._axes import Limits
+    from profiler.sweep import choose_categories, plan
+
+    spec = load_model("deepseek-ai/DeepSeek-V3.2-Exp")
+    for most in (16_384, 8_192):
+        shots = plan(spec, Limits("full", 1, (1,), 163_840, most, 256), choose_categories(spec, None, 1))
+        sizes = {shot.new_tokens for found in shots.values() for shot in found if shot.moe is None}
+        assert sizes <= set(jit.step_sizes(most))
+        assert max(jit.step_sizes(most)) == most

@@ -19,16 +19,22 @@ from pathlib import Path
 from typing import Final
 
 from profiler.core.errors import ConfigError
+from profiler.kernels._axes import GRIDS
 
-# Batch sizes from which the kernels of all sizes between are taken; a step's most tokens end them.
-TOKENS: Final = (
-    *(1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 512, 768, 1024, 1536, 2048, 3072),
-    *(4096, 6144, 8192, 12288, 16384),
-)
 # A file that ends the wait of an engine that has started, because others compile on its card: see `wait_for_others`.
 SHOTS_AFTER_VARIABLE: Final = "SPARSIGHT_SHOTS_AFTER"
 _LOOK_EVERY_S: Final = 0.1
 _MODULE: Final = "profiler.engines.vllm_support.jit"
+
+
+def step_sizes(max_tokens: int) -> list[int]:
+    """Tokens of the passes of the full grid up to a step's most: a kernel is chosen by them, and a few serve all."""
+    axes = GRIDS["full"]
+    sizes = {*axes.tokens, *axes.chunk_tokens, *axes.dense_chunk_tokens, *axes.decode_requests}
+    sizes |= {chunk + requests for chunk in axes.skew.chunk_tokens for requests, _ in axes.skew.decodes}
+    sizes |= {sum(count * chunk for count, chunk, _ in groups) for groups in axes.skew.prefills}
+    sizes |= {*axes.skew.requests, *axes.skew.held_out_requests, max_tokens}
+    return sorted(size for size in sizes if size <= max_tokens)
 
 
 def fp8_gemm_shapes(config: dict[str, object]) -> tuple[tuple[int, int], ...]:
@@ -87,7 +93,7 @@ def compile_ahead(model: str, tps: Sequence[int], workers: int, max_tokens: int,
     """
     first, *others = shapes_by_degree(model, tps)
     rest = [shape for shapes in others for shape in shapes]
-    tokens = [count for count in TOKENS if count <= max_tokens]
+    tokens = step_sizes(max_tokens)
     well = True
     for shapes in [first + rest] if first_done is None else [first, rest]:
         started = time.monotonic()
@@ -141,7 +147,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", help="instead of --gemm: all shapes of this model")
     parser.add_argument("--tp", default="1", help="comma-separated degrees of --model")
     parser.add_argument("--workers", type=int, default=1, help="processes for --model")
-    parser.add_argument("--max-tokens", type=int, default=TOKENS[-1], help="largest batch of --model")
+    parser.add_argument("--max-tokens", type=int, default=16_384, help="largest batch of --model")
     parser.add_argument("--first-done", type=Path, help="made when the shapes of the first degree are compiled")
     options = parser.parse_args(argv)
     if options.model is not None:
