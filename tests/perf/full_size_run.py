@@ -11,7 +11,10 @@ GPU's time.
 
 A workload whose folder is whole is not played again, and none is started for which --seconds has no room, so calls of
 bounded length continue each other; exit status 3 says that something is left. --warm-requests shortens the plays that
-are not kept. --prepare writes traces and cluster files alone, so that the runs can be predicted before they are made;
+are not kept. --prepare writes traces and cluster files alone. --predict DIR also replays them on the shipped tables,
+before any run is made: the cluster file and one JSON per workload, with the memory of a rank, the times that are to
+be expected, what they were computed from, and the command of the run. A predicted Poisson load has half of the rate at
+which the predicted chat finishes; that command repeats it, so that the run plays the trace that was predicted.
 --stand-in plays on a made-up engine: a test of all but the engine.
 
 NVLink multicast stays off: neither NCCL, nor symmetric memory, nor FlashInfer's fused all-reduce, which vLLM chooses
@@ -23,6 +26,7 @@ import asyncio
 import csv
 import datetime
 import gzip
+import hashlib
 import io
 import json
 import os
@@ -252,6 +256,9 @@ def main() -> int:
     if not todo:
         print(f"{options.layout}: {', '.join(names)} are recorded already")
         return 0
+    if options.predict:
+        predict(options, tp, dp, todo, folders)
+        return 0
     if options.prepare:
         prepare(options, tp, dp, todo, folders)
         return 0
@@ -364,6 +371,115 @@ def prepare(options: argparse.Namespace, tp: int, dp: int, names: list[str], fol
         print(f"python -m serving {trace} --output {folder}/predicted.csv")
 
 
+def predict(options: argparse.Namespace, tp: int, dp: int, names: list[str], folders: dict[str, Path]) -> None:
+    """Prepares and replays: the cluster file and a prediction per workload in --predict's folder of the layout."""
+    out = options.predict / options.layout
+    out.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        if name == "poisson" and options.poisson_rate is None:
+            chat = json.loads((out / "chat.json").read_text())
+            options.poisson_rate = round(0.5 * chat["requests_per_s"], 2)
+        prepare(options, tp, dp, [name], folders)
+        folder = folders[name]
+        found = prediction(folder / "config.json", folder / f"{folder.name}.jsonl")
+        rate = options.poisson_rate if name == "poisson" else None
+        record = run_command(sys.argv[1:], name, options.poisson_rate)
+        about = {"layout": options.layout, "workload": name, "made_at": _now(), "record": record, "rate_per_s": rate}
+        (out / "cluster.json").write_bytes((folder / "config.json").read_bytes())
+        (out / f"{folder.name}.json").write_text(json.dumps(about | found, indent=1) + "\n")
+
+
+def run_command(arguments: list[str], name: str, poisson_rate: float | None) -> str:
+    """The command that records one workload of what these arguments predict."""
+    kept = list(arguments)
+    for flag in {"--predict", "--workloads", "--poisson-rate"}.intersection(kept):
+        at = kept.index(flag)
+        del kept[at : at + 2]
+    rate = ["--poisson-rate", str(poisson_rate)] if name == "poisson" else []
+    return " ".join(["python tests/perf/full_size_run.py", *kept, "--workloads", name, *rate])
+
+
+def prediction(cluster_path: Path, trace_path: Path) -> dict[str, Any]:
+    """A replay on the shipped tables, none of its lookups outside them, and what it was computed from."""
+    from profiler import __version__
+    from profiler.core.bundle import find_bundle
+    from profiler.core.load import read_mapping, sha256_of
+    from profiler.core.paths import default_bundle_root
+    from serving.api import replay
+    from serving.config import load_cluster
+    from serving.metrics import summary as summarised
+
+    cluster_file = load_cluster(cluster_path)
+    (instance,) = cluster_file.instances
+    found = summarised(replay(cluster_file, trace_path))
+    one = found["instances"][0]
+    tables = one["tables"]
+    folder = find_bundle(default_bundle_root(), tables["hardware"], tables["model"], tables["variant"])
+    collectives = folder.parents[2] / "collectives.csv"
+    spreads = {"ttft_ms": "ttft_ns", "tpot_ms": "tpot_ns", "itl_ms": "itl_ns", "latency_ms": "e2e_ns"}
+    return {
+        "computed_from": {
+            "version": __version__,
+            "sources_sha256": sources_digest(),
+            "tables": tables | {"measured_at": read_mapping(folder / "meta.yaml")["measured_at"],
+                                "meta_sha256": sha256_of(folder / "meta.yaml")},
+            "collectives": sha256_of(collectives) if collectives.exists() else "links of the hardware file",
+        },
+        "trace": {
+            "sha256": sha256_of(trace_path),
+            "requests": found["requests"]["total"],
+            "prompt_tokens": found["prompt_tokens"],
+            "output_tokens": found["output_tokens"],
+        },
+        "memory_gib": memory_lines(instance),
+        "num_gpu_blocks": one["num_gpu_blocks_per_rank"],
+        "block_tokens": one["block_tokens"],
+        "finished": found["requests"]["finished"],
+        "extrapolated_lookups": found["extrapolated_lookups"],
+        "preemptions": found["preemptions"],
+        "steps": found["steps"],
+        "makespan_s": round(found["makespan_ns"] / 1e9, 3),
+        **{name: round(found[name], 4) for name in ("requests_per_s", "output_tokens_per_s", "total_tokens_per_s")},
+        **{name: {key: round(value / 1e6, 3) for key, value in found[own].items()} for name, own in spreads.items()},
+    }  # fmt: skip
+
+
+def memory_lines(instance: Any) -> dict[str, float]:
+    """GiB of one rank, by the names under which a run logs them; peak_activation_memory is the sum of what is left."""
+    from profiler.core.hardware import load_hardware
+    from serving.capacity import memory_budget
+    from serving.deployment import instance_model
+
+    asked = instance.engine
+    budget = memory_budget(
+        instance_model(instance),
+        load_hardware(instance.hardware),
+        instance.parallel,
+        max_model_len=asked.max_model_len_tokens,
+        kv_dtype=asked.kv_cache_dtype,
+        utilization=asked.gpu_memory_utilization,
+        max_num_batched_tokens=asked.max_num_batched_tokens,
+        max_num_seqs=asked.max_num_seqs,
+    )
+    names = {"weights": "weights", "non_torch": "non_torch_memory", "cuda_graphs": "cudagraph_memory_estimate"}
+    lines = {"requested_memory": budget.total_gib * budget.utilization, **dict.fromkeys(names.values(), 0.0)}
+    for term in budget.terms:
+        name = names.get(term.name, "peak_activation_memory")
+        lines[name] = lines.get(name, 0.0) + term.gib
+    lines["available_kv_cache_memory"] = budget.kv_available_gib
+    return {name: round(value, 3) for name, value in lines.items()}
+
+
+def sources_digest() -> str:
+    """sha256 over names and contents of the simulator's sources, hardware files and model files."""
+    digest = hashlib.sha256()
+    for folder in ("configs/hardware", "configs/model", "profiler/core", "serving"):
+        for path in sorted((ROOT / folder).rglob("*")):
+            if path.suffix in (".json", ".py", ".yaml"):
+                digest.update(f"{path.relative_to(ROOT).as_posix()}\n".encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
 def engine_arguments(options: argparse.Namespace, tp: int, dp: int) -> dict[str, Any]:
     """Keyword arguments of AsyncEngineArgs, but for the model."""
     chosen: dict[str, Any] = {
@@ -386,6 +502,8 @@ def engine_arguments(options: argparse.Namespace, tp: int, dp: int) -> dict[str,
     }
     if options.num_gpu_blocks is not None:
         chosen["num_gpu_blocks_override"] = options.num_gpu_blocks
+    if options.moe_backend is not None:
+        chosen["moe_backend"] = options.moe_backend
     return chosen
 
 
@@ -634,12 +752,16 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--utilization", type=float, default=0.9)
     parser.add_argument("--num-gpu-blocks", type=int)
     parser.add_argument("--expert-parallel", action="store_true", help="whole experts per GPU without dp too")
+    parser.add_argument(
+        "--moe-backend", help="of the experts, as vLLM names them (triton); default the engine's choice"
+    )
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--plays", type=int, default=2, help="of each workload; the last is kept")
     parser.add_argument("--warm-requests", type=int, help="the plays before the last are of so many requests alone")
     parser.add_argument("--seconds", type=float, default=560.0)
     parser.add_argument("--force", action="store_true")
     parser.add_argument("--prepare", action="store_true", help="traces and cluster files alone, to predict the runs")
+    parser.add_argument("--predict", type=Path, help="folder: predictions of the runs, from the shipped tables")
     parser.add_argument("--stand-in", action="store_true")
     return parser.parse_args(arguments)
 

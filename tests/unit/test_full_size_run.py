@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from profiler.core.load import sha256_of
+from profiler.core.registry import load_model
 from serving.config import load_cluster
 from serving.recorded import read_recorded
 from serving.traces import read_trace
@@ -74,6 +76,65 @@ def test_runs_can_be_predicted_before_they_are_made(tmp_path: Path) -> None:
     assert [one.prompt_tokens for one in read_trace(folder / "long.jsonl").requests] == [32768] * 3
     assert load_cluster(folder / "config.json").instances[0].layers == 4
     assert "chat: play 2 of 30" in call(tmp_path, "chat").stdout  # it is not taken for a recorded one
+
+
+def test_predictions_say_what_to_run_and_what_they_are_of(tmp_path: Path) -> None:
+    done = call(tmp_path, "chat,poisson", "--predict", str(tmp_path / "predicted"))
+    assert done.returncode == 0, done.stderr
+    (chat, poisson) = (
+        json.loads((tmp_path / "predicted" / "dp2" / f"{name}.json").read_text()) for name in ("chat", "poisson")
+    )
+    assert (chat["rate_per_s"], poisson["rate_per_s"]) == (None, 200.0)  # the given rate
+    assert poisson["record"].endswith("--poisson-requests 20 --workloads poisson --poisson-rate 200.0")
+    check_prediction(tmp_path / "predicted" / "dp2" / "poisson.json", poisson, tmp_path / "again")
+    assert chat["memory_gib"]["weights"] > 1 and chat["latency_ms"]["p90"] > chat["ttft_ms"]["p50"] > 0
+
+
+def test_a_predicted_load_has_half_of_the_predicted_rate(tmp_path: Path) -> None:
+    module = script()
+    command = [sys.executable, str(SCRIPT), "tp2", "--expert-parallel", "--layers", "4", "--out", str(tmp_path)]
+    sizes = ["--chat-requests", "20", "--poisson-requests", "10", "--workloads", "chat,poisson"]
+    subprocess.run([*command, *sizes, "--predict", str(tmp_path / "predicted")], check=True, capture_output=True)
+    (chat, poisson) = (
+        json.loads((tmp_path / "predicted" / "tp2" / f"{name}.json").read_text()) for name in ("chat", "poisson")
+    )
+    assert poisson["rate_per_s"] == round(chat["requests_per_s"] / 2, 2)
+    assert "--predict" not in poisson["record"]
+    assert module.parsed(poisson["record"].split()[2:]).poisson_rate == poisson["rate_per_s"]
+    check_prediction(tmp_path / "predicted" / "tp2" / "poisson.json", poisson, tmp_path / "again")
+
+
+def check_prediction(path: Path, found: dict[str, Any], scratch: Path) -> None:
+    """Its command plays the trace that was predicted, in the layout of its cluster file, inside the tables."""
+    module = script()
+    options = module.parsed(found["record"].split()[2:])
+    folder = scratch / found["workload"]
+    folder.mkdir(parents=True)
+    module.write_trace(folder, module.workload(found["workload"], options, {}))
+    assert sha256_of(folder / f"{folder.name}.jsonl") == found["trace"]["sha256"]
+    (instance,) = load_cluster(path.parent / "cluster.json").instances
+    assert (
+        (instance.parallel.tp, instance.parallel.dp) == module.layout(found["layout"]) == module.layout(options.layout)
+    )
+    assert instance.parallel.ep == instance.parallel.tp * instance.parallel.dp
+    asked = instance.engine
+    assert (asked.max_model_len_tokens, asked.max_num_seqs) == (options.max_model_len, options.max_num_seqs)
+    assert found["finished"] == found["trace"]["requests"] and found["extrapolated_lookups"] == 0
+    memory = dict(found["memory_gib"])
+    total = memory.pop("requested_memory")
+    assert sum(memory.values()) == pytest.approx(total, abs=0.01)
+    layers = instance.layers or load_model(instance.model).num_layers
+    block_gib = layers * 1284 * found["block_tokens"] / 2**30  # 1,152 B of latent and 132 of index key per token
+    assert found["num_gpu_blocks"] == pytest.approx(memory["available_kv_cache_memory"] / block_gib, abs=2)
+
+
+PREDICTIONS = sorted(path for path in (ROOT / "tests" / "recorded" / "predictions").glob("*/*.json")
+                     if path.name != "cluster.json")  # fmt: skip
+
+
+@pytest.mark.parametrize("path", PREDICTIONS, ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_shipped_predictions_can_be_run(path: Path, tmp_path: Path) -> None:
+    check_prediction(path, json.loads(path.read_text()), tmp_path)
 
 
 def test_lengths_and_rates() -> None:
@@ -196,3 +257,6 @@ def test_experts_are_spread_with_data_parallelism_or_when_asked(name: str, flags
     arguments = module.engine_arguments(options, *module.layout(name))
     assert arguments["enable_expert_parallel"] is (ep > 1)
     assert module.cluster(options, arguments, 61, {})["instances"][0]["parallel"]["ep"] == ep
+    assert "moe_backend" not in arguments
+    named = module.parsed([name, "--out", "runs", *flags, "--moe-backend", "triton"])
+    assert module.engine_arguments(named, 1, 1)["moe_backend"] == "triton"
