@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from profiler.core.paths import data_root
 
@@ -70,25 +71,18 @@ def test_routing_refuses_what_breaks_a_rule(tmp_path: Path) -> None:
     assert "has no experts" in run("routing", "meta-llama/Llama-3.1-8B", "--ep", "8", expect=2).stderr
 
 
+def placements(kv_dtype: str) -> dict[tuple[int, int, int], dict[str, Any]]:
+    sizes = ("--gpus", "8", "--max-model-len", "81920", "--pp", "1", "--step-context", "4096")
+    model = ("deepseek-ai/DeepSeek-V3.2-Exp", "--hardware", "H200", "--kv-dtype", kv_dtype)
+    done = run("plan", *model, *sizes, "--format", "json")
+    return {(row["tp"], row["dp"], row["ep"]): row for row in json.loads(done.stdout)["placements"]}
+
+
 def test_plan_compares_the_steps_of_placements() -> None:
-    done = run(
-        "plan",
-        "deepseek-ai/DeepSeek-V3.2-Exp",
-        "--hardware",
-        "H200",
-        "--gpus",
-        "8",
-        "--max-model-len",
-        "81920",
-        "--pp",
-        "1",
-        "--kv-dtype",
-        "bf16",
-        "--step-context",
-        "4096",
-        "--format",
-        "json",
-    )
-    rows = {(row["tp"], row["dp"], row["ep"]): row for row in json.loads(done.stdout)["placements"]}
-    assert rows[1, 8, 8]["decode_tokens_per_s"] > rows[4, 2, 8]["decode_tokens_per_s"] > 0
-    assert "no table tp2/" in rows[2, 4, 8]["step_reason"]
+    rows = placements("bf16")
+    rates = [rows[tp, dp, 8]["decode_tokens_per_s"] for tp, dp in ((1, 8), (2, 4), (4, 2), (8, 1))]
+    assert rates == sorted(rates, reverse=True) and rates[-1] > 0
+
+
+def test_plan_says_which_table_a_placement_lacks() -> None:
+    assert "tp2" in placements("fp8_ds_mla")[2, 4, 8]["step_reason"]

@@ -175,11 +175,12 @@ def test_an_error_is_found_and_written(tmp_path: Path) -> None:
     )
     assert result.exit_code == 0, result.output
     (found,) = json.loads((tmp_path / "v.json").read_text())
+    # Stamps are whole microseconds, 0.1 % of a step of 1 ms.
     for metric in ("ttft", "tpot", "itl", "latency"):
-        assert found["figures"][metric]["mean"]["difference_percent"] == pytest.approx(-20.0, abs=0.01)
+        assert found["figures"][metric]["mean"]["difference_percent"] == pytest.approx(-20.0, abs=0.1)
     for times in (found["device_time_of_steps"], found["time_of_steps"]):
-        assert times["decode"]["median"] == pytest.approx(20.0, abs=0.01)
-        assert times["first"]["total"] == pytest.approx(-20.0, abs=0.01)
+        assert times["decode"]["median"] == pytest.approx(20.0, abs=0.1)
+        assert times["first"]["total"] == pytest.approx(-20.0, abs=0.1)
     lines = (tmp_path / "s.csv").read_text().splitlines()
     assert len(lines) == 5 and lines[1].startswith("one-1.25,0,first,600,")
     assert "-20.0 %" in result.output and "KV blocks: 100 recorded" in result.output
