@@ -166,6 +166,10 @@ def test_the_shipped_plans_are_legal(path: Path) -> None:
     saved = []
     for job in plan.jobs:
         context = queue_command._parsed(plan, job)
+        if job.argv[0] == "record":
+            assert context.params["force"], "a queue that goes on plays again"
+            saved.append(context.params["output"])
+            continue
         queue_command._prepare(plan, job, context, "tiny")
         assert context.params["resume"] and context.params["samples_only"]
         saved.append(context.params["save_samples"])
