@@ -406,12 +406,14 @@ def prediction(cluster_path: Path, trace_path: Path) -> dict[str, Any]:
     from profiler.core.load import read_mapping, sha256_of
     from profiler.core.paths import default_bundle_root
     from serving.api import replay
+    from serving.bench_result import bench_result
     from serving.config import load_cluster
     from serving.metrics import summary as summarised
 
     cluster_file = load_cluster(cluster_path)
     (instance,) = cluster_file.instances
-    found = summarised(replay(cluster_file, trace_path))
+    result = replay(cluster_file, trace_path, keep_itl=True)
+    found = summarised(result)
     one = found["instances"][0]
     tables = one["tables"]
     folder = find_bundle(default_bundle_root(), tables["hardware"], tables["model"], tables["variant"])
@@ -440,6 +442,7 @@ def prediction(cluster_path: Path, trace_path: Path) -> dict[str, Any]:
         "steps": found["steps"],
         "makespan_s": round(found["makespan_ns"] / 1e9, 3),
         **{name: round(found[name], 4) for name in ("requests_per_s", "output_tokens_per_s", "total_tokens_per_s")},
+        "peak_output_tokens_per_s": bench_result(result)["max_output_tokens_per_s"],
         **{name: {key: round(value / 1e6, 3) for key, value in found[own].items()} for name, own in spreads.items()},
     }  # fmt: skip
 
