@@ -23,6 +23,7 @@ from profiler.engines.base import Binding, EngineInfo
 from profiler.kernels._axes import Limits
 from profiler.kernels._components import ATTENTION_LIKE, categories_of
 from profiler.kernels._placement import Ran, ran_of
+from profiler.passes import dense_of_passes
 from profiler.quality import quality
 from profiler.recheck import check_outliers
 from profiler.samples import Run
@@ -83,6 +84,8 @@ def tabulate(runs: Sequence[Run], spec: ModelSpec, binding: Binding, categories:
         if index not in results and (not needed or batch_of(shot, info.whole_forward) in needed):
             for category in dict.fromkeys(fill.category for fill in shot.fills):
                 refused[category].append(f"{shot.label}: not run")
+    if "dense" in wanted:
+        bound = replace(bound, rows=(*bound.rows, *dense_of_passes(measured, spec, info, binding)))
     # Equal parts of one kernel's time say nothing of the work of each.
     shared = binding.FUSED.keys() | set(binding.FUSED.values())
     whole = [row for row in bound.rows if row.name not in shared]

@@ -50,9 +50,18 @@ class Axes:
     at_the_cap: bool
 
 
+# Block-scaled fp8 products on SM90 take tiles of 64 and 128 tokens, and another kernel up to 32: time steps behind
+# each.
 _COARSE_TOKENS: Final = (
-    *(1, 2, 4, 8, 16, 17, 32, 33, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192),
-    *(12288, 16384),
+    *(1, 2, 4, 8, 16, 17, 32, 33, 48, 64, 65, 96, 128, 129, 192, 256, 257, 384, 512, 768, 1024, 1536, 2048, 3072, 4096),
+    *(6144, 8192, 12288, 16384),
+)
+# And every size that vLLM captures decode steps at, which is what they then run with, up to 512.
+_FULL_TOKENS: Final = tuple(
+    sorted(
+        {*_COARSE_TOKENS, *range(8, 256, 8), *range(256, 513, 16), *range(576, 1025, 64), *range(1152, 2049, 128)}
+        | {193, 385, 513, 641, 769, 1025, 1281, 1537, 2049, *range(2560, 4097, 512), *range(5120, 16385, 1024)}
+    )
 )
 _COARSE_CHUNKS: Final = (1, 16, 64, 128, 129, 256, 257, 512, 1024, 1536, 2048, 4096, 8192, 16384)
 _COARSE_SEQUENCES: Final = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 512, 1024)
@@ -135,7 +144,7 @@ GRIDS: Final[dict[str, Axes]] = {
     # another. Keys: the top-k kernels bend between 8k and 128k, where a row takes another path and the scores of a
     # batch outgrow the L2 cache.
     "full": Axes(
-        tokens=_COARSE_TOKENS,
+        tokens=_FULL_TOKENS,
         sequences=_COARSE_SEQUENCES,
         chunk_tokens=(
             *(1, 2, 16, 32, 64, 128, 129, 192, 256, 257, 384, 512, 768, 992, 993, 1024, 1536, 2048, 3072, 4096, 6144),

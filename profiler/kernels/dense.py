@@ -15,6 +15,9 @@ CATEGORY: Final[Category] = "dense"
 UNITS: Final = {"tokens": "tokens"}
 DRIVERS: Final = ("tokens",)
 
+# What goes with the number of requests as well: metadata, and a row of the block table for each.
+BY_REQUESTS: Final = frozenset({"step_inputs"})
+
 # Matrices that an fp8 checkpoint keeps in bf16.
 UNQUANTIZED: Final = frozenset({"embedding", "router_gate", "indexer_wk_weights", "absorb_q", "absorb_v"})
 
