@@ -66,6 +66,11 @@ _FULL_TOKENS: Final = tuple(
 _COARSE_CHUNKS: Final = (1, 16, 64, 128, 129, 256, 257, 512, 1024, 1536, 2048, 4096, 8192, 16384)
 _COARSE_SEQUENCES: Final = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 512, 1024)
 _MOE_TOKENS: Final = tuple(1 << power for power in range(18))
+# Untuned Triton experts change their tiles behind 8, 16 and 64 tokens of block-scaled fp8, behind 32, 64, 96, 128 and
+# 512 of bf16 (vLLM's get_default_config); half-way points up to where tiles are full.
+_FULL_MOE_TOKENS: Final = tuple(
+    sorted({*_MOE_TOKENS, 5, 9, 17, 24, 33, 48, 65, 96, 97, 129, 192, 384, 513, 768, 1536, 3072, 6144, 12288})
+)
 
 _SKEW: Final = SkewAxes(
     requests=(4, 16, 64, 128, 256),
@@ -164,7 +169,7 @@ GRIDS: Final[dict[str, Axes]] = {
             *(64, 512, 1024, 2048, 2049, 4096, 8192, 12288, 16384, 24576, 32768, 49152, 65536, 131072, 196608, 262144),
             *(393216, 524288),
         ),
-        moe_tokens=_MOE_TOKENS,
+        moe_tokens=_FULL_MOE_TOKENS,
         moe_skews=(0.0, 1.5),
         skew=_SKEW,
         to_the_limit=True,

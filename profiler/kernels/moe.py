@@ -86,7 +86,8 @@ def _typical(moe: MoeDims, ep: int, tokens: int, skew: float) -> tuple[MoeBatch,
 
 
 def shots(spec: ModelSpec, limits: Limits) -> list[Shot]:
-    """Per expert slice, token counts up to those that ep ranks gather; every fourth one also with skewed popularity.
+    """Per expert slice, token counts up to those that ep ranks gather; every fourth power of two also with skewed
+    popularity.
 
     Measured with whole experts, so at tp 1 only: a wider tp looks its experts up by pairs and activated experts.
     """
@@ -97,9 +98,9 @@ def shots(spec: ModelSpec, limits: Limits) -> list[Shot]:
     for ep in limits.ep_degrees:
         most = min(limits.max_num_batched_tokens * ep, MAX_MOE_TOKENS)
         seen: set[tuple[int, ...]] = set()
-        for position, tokens in enumerate(limits.up_to(limits.axes.moe_tokens, most)):
+        for tokens in limits.up_to(limits.axes.moe_tokens, most):
             for skew in limits.axes.moe_skews:
-                if skew and position % _SKEW_EVERY:
+                if skew and not _run_skewed(tokens):
                     continue
                 batch, activated, pairs = _typical(spec.moe, ep, tokens, skew)
                 key = (ep, tokens, activated, pairs)
@@ -107,6 +108,10 @@ def shots(spec: ModelSpec, limits: Limits) -> list[Shot]:
                     seen.add(key)
                     found.append(Shot(fills=(Fill(CATEGORY, key, names),), moe=batch))
     return found
+
+
+def _run_skewed(tokens: int) -> bool:
+    return tokens.bit_count() == 1 and (tokens.bit_length() - 1) % _SKEW_EVERY == 0
 
 
 def work(spec: ModelSpec, name: str, key: tuple[int, ...], weights: str) -> Work | None:

@@ -193,7 +193,7 @@ def test_a_run_cut_short_in_its_finer_part_still_gives_whole_tables(root: Path, 
             acquire.refuse_incomplete([acquired])
             assert folder is not None
             grid = read_bundle(folder).meta["grid"]
-            assert grid["tp1/indexer"]["not_run"] > 10 and "not_run" not in grid["tp1/dense"]
+            assert grid["tp1/indexer"]["not_run"] > 10 and grid["tp1/dense"]["not_run"] > 0
 
 
 def test_a_finer_grid_resumes_from_a_coarser_one(root: Path, tmp_path: Path, fake: Start) -> None:
