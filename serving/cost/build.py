@@ -268,6 +268,11 @@ class _Builder:
             return ()
         # Whole experts are measured once, at tp 1; without ep they are cut in width by tp.
         tp = self.parallel.tp if ep == 1 else 1
+        if tp > 1 and (tp, "moe") not in self.bundle.tables:
+            raise CoverageError(
+                f"{self.bundle.path}: no table tp{tp}/moe: experts divided over {tp} ranks, as ep 1 has them, are not "
+                f"measured. ep {tp * self.parallel.dp} spreads whole experts over the ranks"
+            )
         any_slice = self.bundle.meta.get("moe_slices") == "any"
         measured_ep = 1 if any_slice else ep
         found = []

@@ -392,7 +392,10 @@ def _energy(prices: Mapping[str, Any] | None, points: Sequence[Mapping[str, Any]
             whole = f", {joules * pue:.3g} J with the facility (PUE {pue:g})" if pue else ""
             found.append(f"{label(point['row'], done)} {joules:.3g} J{whole}")
     if not found:
-        return ["Energy: these tables hold no power samples, so none is given."]
+        return [
+            "Energy: none is given; it needs power samples of every kernel class that runs, collectives among them, in "
+            "the tables."
+        ]
     return [f"Energy of a decoded token, GPUs only, from measured power: {'; '.join(found)}."]
 
 
