@@ -107,7 +107,7 @@ def run(
         max_model_len=length, capture_sizes=_sizes(capture_sizes) if capture_sizes else None, **engine
     )
     vllm_driver.check_card(card.name)
-    driver = vllm_driver.VllmDriver(cut(spec, load_model_config(model), count), arguments)
+    driver = vllm_driver.VllmDriver(cut(spec, load_model_config(model), count), arguments, spec.moe)
     click.echo(f"engine started after {time.monotonic() - begun:.0f} s", err=True)
     if driver.missing:
         click.echo(f"warning: the step log lacks {', '.join(driver.missing)} of this engine", err=True)

@@ -1,6 +1,7 @@
 """A real vLLM engine in this process, driven step by step, with a log of what each step ran and how long it took."""
 
 import gc
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -8,6 +9,7 @@ from typing import Any, Final
 
 from profiler.core.errors import AcquisitionError, ConfigError, unknown
 from profiler.core.hardware import canonical_name
+from profiler.core.types import MoeDims
 from serving.recording.drive import Finished
 from serving.recording.step_log import StepLog
 from serving.recording.steps import Step
@@ -18,6 +20,11 @@ MODES: Final = {
     "eager": "every kernel launched by the host",
     "engine": "as vLLM runs by default: compiled, with CUDA graphs of whole decode steps and of parts of the others",
 }
+
+
+# Random prompts on which expert loads are evened, tokens each and how many: a step of 8,192 tokens.
+_BALANCE_TOKENS: Final = 2048
+_BALANCE_REQUESTS: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +121,11 @@ def check_card(hardware: str) -> None:
 class VllmDriver:
     """The engine of `serving.recording.drive.play`. Weights are random normal, so that routing and scores are real."""
 
-    def __init__(self, config: Mapping[str, Any], arguments: EngineArguments) -> None:
-        """Starts vLLM on `config`, a raw HF config, already reduced. Raises AcquisitionError when it cannot."""
+    def __init__(self, config: Mapping[str, Any], arguments: EngineArguments, moe: MoeDims | None = None) -> None:
+        """Starts vLLM on `config`, a raw HF config, already reduced; `moe` are its experts.
+
+        Raises AcquisitionError when it cannot.
+        """
         from profiler.engines.vllm_support import boot, state
 
         self._version = boot.installed_version()
@@ -123,6 +133,30 @@ class VllmDriver:
         started = boot.start(config, disable_log_stats=False, **arguments.keywords())
         self._reach(started, arguments)
         state.randomise_weights(self.runner.get_model())
+        if moe is not None and moe.has_bias:
+            self.routing = self._balanced(moe)
+
+    def _balanced(self, moe: MoeDims) -> dict[str, Any]:
+        """Even loads of the experts, as trained models have them; what was found, or why they are as they come."""
+        from profiler.engines.vllm_support.balance import balance
+
+        if self._arguments.mode == "engine":
+            return {"not_evened": "a compiled model does not tell its routers' logits"}
+        length = min(_BALANCE_TOKENS, self._arguments.max_model_len - 1)
+        requests = [TraceRequest(f"balance {i}", 0, length, 1) for i in range(_BALANCE_REQUESTS)]
+
+        def run() -> None:
+            self.begin(requests, Limits())
+            for one in requests:
+                self.add(one)
+            while self.has_work():
+                self.step()
+
+        try:
+            return dict(balance(self.runner.get_model(), moe, run))
+        except Exception as error:  # a recording with uneven loads is one still, and says so
+            print(f"warning: expert loads are not evened: {type(error).__name__}: {error}", file=sys.stderr)
+            return {"not_evened": f"{type(error).__name__}: {error}"}
 
     def _reach(self, started: Any, arguments: EngineArguments) -> None:
         import torch
@@ -140,6 +174,7 @@ class VllmDriver:
         self._ready: dict[str, Any] = {}
         self._rows: dict[str, int] = {}
         self._log = StepLog(self._core, self.runner, torch)
+        self.routing = dict[str, Any](not_evened="routers have no bias")
 
     @property
     def missing(self) -> list[str]:
@@ -269,6 +304,7 @@ class VllmDriver:
             "async_scheduling": bool(config.scheduler_config.async_scheduling),
             "environment": self._arguments.environment(),
             "weights": "random normal, fan-in scaled",
+            "routing": self.routing,
             "step_log_lacks": self.missing,
         }
 

@@ -4,6 +4,7 @@ of scheduling, and what they say of the batches is what the engine ran."""
 import json
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ import vllm_stand_in as stand_in
 from click.testing import CliRunner
 
 from profiler.core.errors import AcquisitionError, ConfigError
+from profiler.core.types import MoeDims
 from serving.recorded import read_recorded
 from serving.recording import vllm_driver
 from serving.recording.drive import Finished, play
@@ -162,8 +164,8 @@ def test_the_command_keeps_a_smooth_play_of_each_trace(monkeypatch: pytest.Monke
     """Two traces on one engine; the first play of the first one stalls, as compilation would make it."""
     device = stand_in.Device()
 
-    def starts(self: VllmDriver, config: dict[str, Any], arguments: EngineArguments) -> None:
-        assert config["num_hidden_layers"] == 4
+    def starts(self: VllmDriver, config: dict[str, Any], arguments: EngineArguments, moe: MoeDims) -> None:
+        assert config["num_hidden_layers"] == 4 and moe.has_bias
         other = driver_of(device, monkeypatch, True)
         self.__dict__.update(other.__dict__)
 
@@ -220,3 +222,44 @@ def test_no_play_starts_that_would_end_too_late(monkeypatch: pytest.MonkeyPatch,
     assert said == []
     assert play_until_smooth(driver, asked, 4, now + 60, said.append, lambda label: lambda done, total: None)
     assert len(said) == 1
+
+
+MOE = MoeDims(8, 2, 16, 0, 0, has_bias=True)
+
+
+@pytest.mark.usefixtures("fake_vllm")
+def test_expert_loads_are_evened_on_prompts_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_driver, "_BALANCE_TOKENS", 8)
+    device = stand_in.Device()
+    driver = driver_of(device, monkeypatch, True)
+    driver.runner.get_model = lambda: "the model"
+    ran = []
+
+    def balance(model: str, moe: MoeDims, run: Any) -> dict[str, float]:
+        run()
+        ran.append((model, moe, sum(step.tokens for step in driver.steps())))
+        return {"routers": 1}
+
+    monkeypatch.setattr("profiler.engines.vllm_support.balance.balance", balance)
+    assert driver._balanced(MOE) == {"routers": 1}
+    assert ran == [("the model", MOE, 4 * 8)] and not driver.has_work()
+    # The play that follows knows nothing of it.
+    requests = trace((0.0, 5, 2))
+    driver.begin(requests, NO_LIMITS)
+    assert driver.steps() == []
+
+
+@pytest.mark.usefixtures("fake_vllm")
+def test_loads_that_cannot_be_evened_are_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def balance(model: str, moe: MoeDims, run: Any) -> dict[str, float]:
+        raise AcquisitionError("no router with a correction bias ran")
+
+    monkeypatch.setattr("profiler.engines.vllm_support.balance.balance", balance)
+    driver = driver_of(stand_in.Device(), monkeypatch, True)
+    driver.runner.get_model = lambda: "the model"
+    assert "no router" in driver._balanced(MOE)["not_evened"]
+    assert "expert loads are not evened" in capsys.readouterr().err
+    driver._arguments = replace(ARGUMENTS, mode="engine")
+    assert "compiled" in driver._balanced(MOE)["not_evened"]

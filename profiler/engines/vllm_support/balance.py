@@ -1,0 +1,101 @@
+"""Even expert loads on random weights: the correction biases of the routers, found as training finds them.
+
+Random weights make some experts popular with every token: fewer are reached by a small batch, and a large one waits for
+the busiest. Models that are served have even loads, by a bias that only the choice sees and that training moves against
+the load (DeepSeek-V3, section 2.1.2). Here the logits of some thousand random tokens stand in for training.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+from profiler.core.errors import AcquisitionError
+from profiler.core.types import MoeDims
+
+# A bias of one layer changes what the next ones see, so logits are taken anew.
+_ROUNDS: Final = 2
+_STEPS: Final = 200
+# Of the scores' standard deviation, at first, and what is left of it after every step.
+_RATE: Final = 0.5
+_DECAY: Final = 0.98
+
+
+def balance(model: Any, moe: MoeDims, run: Callable[[], object]) -> dict[str, float]:
+    """Sets the bias of every router of `model` in place; run() sends some thousand tokens through it, not compiled.
+
+    Returns the number of routers and of tokens, and the spread of an expert's load (standard deviation over mean, mean
+    of the routers) before and after. Raises AcquisitionError where no router with a bias was run.
+    """
+    first: list[float] = []
+    last: list[float] = []
+    tokens = 0
+    for _ in range(_ROUNDS):
+        last = []
+        seen = _logits(model, run)
+        for bias, logits in seen:
+            tokens = logits.shape[0]
+            found, before, after = even_bias(logits, moe, bias)
+            bias.data.copy_(found)
+            last.append(after)
+            if len(first) < len(seen):
+                first.append(before)
+    if not last:
+        raise AcquisitionError("no router with a correction bias ran, so loads are not evened")
+    return {
+        "routers": len(last),
+        "tokens": tokens,
+        "spread_before": round(sum(first) / len(first), 4),
+        "spread_after": round(sum(last) / len(last), 4),
+    }
+
+
+def even_bias(logits: Any, moe: MoeDims, bias: Any) -> tuple[Any, float, float]:
+    """A bias (E,) that evens the loads of logits (T, E), with the spreads under `bias` and under it."""
+    import torch
+
+    from profiler.ops.moe import grouped_topk
+
+    best = current = bias.detach().float().clone()
+    before = after = float("inf")
+    rate = _RATE * float(torch.sigmoid(logits.float()).std())
+    for step in range(_STEPS):
+        _, ids = grouped_topk(
+            logits, moe.topk, n_group=moe.n_group, topk_group=moe.topk_group, scoring=moe.scoring, bias=current
+        )
+        loads = torch.bincount(ids.flatten(), minlength=logits.shape[1]).float()
+        excess = loads / loads.mean() - 1.0
+        spread = float(excess.std(correction=0))
+        before = spread if step == 0 else before
+        if spread < after:
+            best, after = current, spread
+        current = current - rate * excess.clamp(-1.0, 1.0)
+        rate *= _DECAY
+    return best, before, after
+
+
+def _routers(model: Any) -> Iterator[tuple[Any, Any]]:
+    """(gate module, its bias): the bias belongs to the gate, or to the block around it."""
+    for module in model.modules():
+        bias = getattr(module, "e_score_correction_bias", None)
+        gate = module if getattr(module, "weight", None) is not None else getattr(module, "gate", None)
+        if bias is not None and gate is not None:
+            yield gate, bias
+
+
+def _logits(model: Any, run: Callable[[], object]) -> list[tuple[Any, Any]]:
+    """(bias, logits) of every router: the largest batch that each meets while run() runs."""
+    found: dict[int, tuple[Any, Any]] = {}
+    handles = []
+    for number, (gate, bias) in enumerate(_routers(model)):
+
+        def keep(module: Any, given: Any, output: Any, number: int = number, bias: Any = bias) -> None:
+            logits = output[0] if isinstance(output, tuple) else output
+            if number not in found or logits.shape[0] > found[number][1].shape[0]:
+                found[number] = bias, logits.detach().clone()
+
+        handles.append(gate.register_forward_hook(keep))
+    try:
+        run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return list(found.values())

@@ -1,0 +1,79 @@
+"""Expert loads on random weights: evened by the bias that only the choice sees."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from profiler.core.errors import AcquisitionError  # noqa: E402
+from profiler.core.types import MoeDims  # noqa: E402
+from profiler.engines.vllm_support.balance import balance, even_bias  # noqa: E402
+from profiler.ops.moe import grouped_topk  # noqa: E402
+
+GROUPED = MoeDims(64, 4, 32, 1, 32, n_group=8, topk_group=4, has_bias=True)
+PLAIN = MoeDims(32, 2, 32, 1, 32, has_bias=True)
+
+
+def popular(moe: MoeDims, seed: int = 0) -> "torch.Tensor":
+    """Logits of 512 tokens with experts, and a whole group, that every token likes."""
+    likes = 0.7 * torch.randn(moe.num_experts, generator=torch.Generator().manual_seed(7))
+    likes[: moe.num_experts // 8] += 0.8
+    return likes + torch.randn(512, moe.num_experts, generator=torch.Generator().manual_seed(seed))
+
+
+def spread(logits: "torch.Tensor", moe: MoeDims, bias: "torch.Tensor") -> float:
+    _, ids = grouped_topk(logits, moe.topk, n_group=moe.n_group, topk_group=moe.topk_group, bias=bias)
+    loads = torch.bincount(ids.flatten(), minlength=moe.num_experts).float()
+    return float(loads.std(correction=0) / loads.mean())
+
+
+@pytest.mark.parametrize("moe", [GROUPED, PLAIN], ids=["grouped", "plain"])
+def test_loads_are_even_under_the_bias_that_is_found(moe: MoeDims) -> None:
+    logits = popular(moe)
+    found, before, after = even_bias(logits, moe, torch.zeros(moe.num_experts))
+    assert before == pytest.approx(spread(logits, moe, torch.zeros(moe.num_experts))) and before > 0.6
+    assert after == pytest.approx(spread(logits, moe, found)) and after < 0.1
+    # Tokens that it was not found on.
+    assert spread(popular(moe, seed=1), moe, found) < 0.35
+
+
+class Gate(torch.nn.Module):
+    """A router as vLLM has it: gives its logits and no bias of its own product."""
+
+    def __init__(self, moe: MoeDims, own_bias: bool) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.eye(moe.num_experts))
+        if own_bias:
+            self.e_score_correction_bias = torch.nn.Parameter(torch.zeros(moe.num_experts, dtype=torch.float32))
+
+    def forward(self, x: "torch.Tensor") -> "tuple[torch.Tensor, None]":
+        return x @ self.weight, None
+
+
+class Block(torch.nn.Module):
+    def __init__(self, moe: MoeDims, own_bias: bool) -> None:
+        super().__init__()
+        self.gate = Gate(moe, own_bias)
+        if not own_bias:
+            self.e_score_correction_bias = torch.nn.Parameter(torch.zeros(moe.num_experts, dtype=torch.bfloat16))
+
+
+def test_every_router_is_evened_wherever_its_bias_is() -> None:
+    model = torch.nn.ModuleList([Block(GROUPED, True), Block(GROUPED, False)])
+    logits = popular(GROUPED)
+
+    def run() -> None:
+        for block in model:
+            block.gate(logits[:8])  # a small batch beside the large one
+            block.gate(logits)
+
+    found = balance(model, GROUPED, run)
+    assert (found["routers"], found["tokens"]) == (2, 512)
+    assert found["spread_before"] > 0.6 > 0.1 > found["spread_after"]
+    for bias in (model[0].gate.e_score_correction_bias, model[1].e_score_correction_bias):
+        assert spread(logits, GROUPED, bias.float()) < 0.15
+    assert not any(block.gate._forward_hooks for block in model)
+
+
+def test_a_model_whose_routers_did_not_run_is_told() -> None:
+    with pytest.raises(AcquisitionError, match="no router with a correction bias ran"):
+        balance(torch.nn.ModuleList([Block(PLAIN, True)]), PLAIN, lambda: None)
