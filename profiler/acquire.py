@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from profiler.bind import never_dense
-from profiler.borrow import with_origin
+from profiler.borrow import Lender, lent_tables, with_origin
 from profiler.card import CPU, check_card, choose_engine, hardware_name
 from profiler.contract import REPLAY_CATEGORIES, check_execution, execution_of, replay_spec
 from profiler.core.bundle import Table, read_bundle, table_text, write_bundle
@@ -26,7 +26,7 @@ from profiler.kernels.moe import local_experts
 from profiler.power import sample_power, with_power
 from profiler.recheck import suspects
 from profiler.samples import Run, append_power, append_result, plain_info, read_runs, start_run
-from profiler.shared import shared_tables
+from profiler.shared import Shared, shared_tables
 from profiler.skew import fit_skew
 from profiler.sweep import (
     batch_of,
@@ -110,12 +110,13 @@ def prepare(job: Job, model_root: Path | None = None) -> Target:
     kv_dtype = job.kv_cache_dtype if job.kv_cache_dtype in KV_DTYPES else "auto"
     kv_layout(spec, Parallel(), architecture, kv_dtype, block_tokens=job.block_tokens)
     limits, categories, shots = {}, {}, {}
+    shared = shared_categories(spec, job.tps) if wanted is None else ()
     for tp in job.tps:
         rank_spec(spec, tp)
         limits[tp] = Limits(job.grid, tp, job.ep_degrees, length, job.max_num_batched_tokens, job.max_num_seqs)
         categories[tp] = choose_categories(spec, wanted, tp, job.skip_skew)
-        if wanted is None and tp != job.tps[0]:
-            categories[tp] = tuple(c for c in categories[tp] if c not in shared_categories(spec, job.tps))
+        if tp != job.tps[0]:
+            categories[tp] = tuple(c for c in categories[tp] if c not in shared)
         if "moe" in categories[tp] and spec.moe is not None:
             for ep in job.ep_degrees:
                 local_experts(spec.moe, ep)
@@ -329,12 +330,13 @@ def bundle_folder(root: Path, run: Run, contract: str = "serving") -> Path:
 
 
 def publish(
-    runs: Sequence[Run], target: Target, job: Job, out_root: Path, force: bool = False
+    runs: Sequence[Run], target: Target, job: Job, out_root: Path, force: bool = False, lender: Lender | None = None
 ) -> tuple[Path | None, Acquired]:
     """Binds the runs of one tp and writes what is complete. Returns (bundle or None, what was acquired).
 
     Tables that the bundle has already, equal to the last digit, are left as they are, and what meta.yaml says of them,
-    unless `force` is given. Errors as `tabulate` and `write_bundle`.
+    unless `force` is given. lender: gives its tables to the bundle where any was acquired. Errors as `tabulate`,
+    `lent_tables` and `write_bundle`.
     """
     tp = runs[-1].tp
     binding = find_binding(runs[-1].info, job.contract)
@@ -349,12 +351,19 @@ def publish(
         if force or (tp, category) not in there or table_text(there[tp, category]) != table_text(table)
     }
     shared = shared_tables(bundle, acquired, target.spec, force)
+    if lender and acquired.tables:
+        lent = lent_tables(lender, bundle_meta(runs, target.spec, acquired, binding))
+        own_too = [category for _, category in lent.tables if category in acquired.tables]
+        if own_too and not force:
+            raise ConfigError(f"{folder}: has tp{tp}/{own_too[0]}.csv already. --force replaces it.")
+        shared = Shared({**shared.tables, **lent.tables}, {**shared.grid, **lent.grid})
     tables |= shared.tables
     if tables:
-        latest = {**there, **{(tp, category): table for category, table in acquired.tables.items()}, **tables}
+        own = {(tp, category): table for category, table in acquired.tables.items()}
         grid = {**(bundle.meta["grid"] if bundle else {}), **acquired.grid, **shared.grid}
         meta = with_power(bundle_meta(runs, target.spec, acquired, binding), runs, bundle.meta if bundle else {})
-        fits, reports = _fitted(latest, target.spec, {tp, *(at for at, _ in shared.tables)}, meta | {"grid": grid})
+        degrees = {tp, *(at for at, _ in shared.tables)}
+        fits, reports = _fitted({**there, **own, **shared.tables}, target.spec, degrees, meta | {"grid": grid})
         acquired = replace(acquired, grid={**acquired.grid, **shared.grid, **reports})
         write_bundle(out_root, meta | {"grid": dict(acquired.grid)}, tables, force, fits)
     return (folder if acquired.tables else None), acquired

@@ -10,11 +10,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from profiler.core.bundle import Bundle, Table, read_bundle, write_bundle
+from profiler.core.bundle import Bundle, read_bundle
 from profiler.core.errors import ConfigError
 from profiler.core.types import Category, ModelSpec
 from profiler.engines.base import EngineInfo
 from profiler.samples import Run, read_runs
+from profiler.shared import Shared
 from profiler.sweep import shared_categories
 
 CATEGORY: Final[Category] = "moe"
@@ -103,14 +104,6 @@ def with_origin(grid: Mapping[str, Any], runs: Sequence[Run]) -> dict[str, Any]:
     return {**grid, name: {**grid[name], **origin, "name": lent[-1].limits.get("grid")}}
 
 
-def copy_table(sources: Sources, path: Path, root: Path, force: bool = False) -> Table | None:
-    """Adds the expert table of the last source bundle to the bundle at `path`; None where no bundle is a source.
-
-    Raises ConfigError when it was measured otherwise, or the table is there and `force` is not given.
-    """
-    return copy_one(sources.bundles[-1], path, CATEGORY, root, force) if sources.bundles else None
-
-
 def read_lender(path: Path, spec: ModelSpec, tps: Sequence[int], hardware: str, sha256: str) -> Lender:
     """The bundle at `path` and which of its tables serve every KV layout of the model at these degrees.
 
@@ -126,27 +119,24 @@ def read_lender(path: Path, spec: ModelSpec, tps: Sequence[int], hardware: str, 
     return Lender(bundle, lent)
 
 
-def copy_one(source: Bundle, path: Path, category: Category, root: Path, force: bool = False) -> Table:
-    """Adds the source's table of a category at tp 1 to the bundle at `path`.
-
-    Raises ConfigError when it was measured otherwise, or the table is there and `force` is not given.
-    """
-    own = read_bundle(path)
+def lent_tables(lender: Lender, meta: Mapping[str, Any]) -> Shared:
+    """The lender's tables at tp 1 for a bundle of that meta. Raises ConfigError when they were measured otherwise."""
+    source, found = lender.bundle, Shared({}, {})
     keys = ("weights", "protocol")
-    there, here = ({key: meta[key] for key in keys} | _engine(meta) for meta in (source.meta, own.meta))
-    if category != CATEGORY:
-        there["index_keys"], here["index_keys"] = (_index_bytes(meta) for meta in (source.meta, own.meta))
+    there, here = ({key: one[key] for key in keys} | _engine(one) for one in (source.meta, meta))
+    if lender.categories != (CATEGORY,):
+        there["index_keys"], here["index_keys"] = (_index_bytes(one) for one in (source.meta, meta))
     _refuse(source.path, there, here)
-    table, name = source.tables[TP, category], f"tp{TP}/{category}"
-    entry = source.meta["grid"].get(name, {})
-    file = source.meta["files"].get(f"{name}.csv", {})
-    origin = {"kv_layout": source.meta["kv"]["layout"], "measured_at": file.get("measured_at")}
-    grid = {**own.meta["grid"], name: {**entry, "from": origin}}
-    if (run := entry.get("run")) in source.meta["grid"]:
-        grid.setdefault(run, source.meta["grid"][run])
-    meta = {key: value for key, value in own.meta.items() if key != "files"} | {"grid": grid}
-    write_bundle(root, meta, {(TP, category): table}, force)
-    return table
+    for category in lender.categories:
+        name = f"tp{TP}/{category}"
+        entry = source.meta["grid"].get(name, {})
+        file = source.meta["files"].get(f"{name}.csv", {})
+        origin = {"kv_layout": source.meta["kv"]["layout"], "measured_at": file.get("measured_at")}
+        found.tables[TP, category] = source.tables[TP, category]
+        found.grid[name] = {**entry, "from": origin}
+        if (run := entry.get("run")) in source.meta["grid"]:
+            found.grid[run] = source.meta["grid"][run]
+    return found
 
 
 def _index_bytes(meta: Mapping[str, Any]) -> list[Any]:

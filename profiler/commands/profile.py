@@ -21,7 +21,6 @@ from profiler.commands._options import (
 if TYPE_CHECKING:
     from profiler.acquire import Job, Target
     from profiler.borrow import Lender
-    from profiler.tabulate import Acquired
 
 
 @click.command("profile", context_settings={"show_default": True})
@@ -84,6 +83,8 @@ def command(model: str, **options: Any) -> None:
         target = acquire.without_category(target, borrow.CATEGORY)
     lender = None
     if options["shared_from"]:
+        if options["moe_from"]:
+            raise ConfigError("--moe-from and --shared-from both take experts: give one of the two")
         lender, job = _with_lender(options["shared_from"], job, target)
         target = acquire.prepare(job, options["model_config_root"])
     if options["dry_run"]:
@@ -103,19 +104,18 @@ def command(model: str, **options: Any) -> None:
         count = sum(len(run.results) for runs in by_tp.values() for run in runs)
         click.echo(f"{save_to}: {count} shots")
         return
-    done: list[Acquired] = []
+    done = []
+    if sources and sources.bundles:
+        lender = borrow.Lender(sources.bundles[-1], (borrow.CATEGORY,))
     for tp in chosen:
         lent = borrow.expert_runs(sources, by_tp[tp][-1]) if sources and tp == borrow.TP else []
-        bundle, acquired = acquire.publish([*lent, *by_tp[tp]], target, job, out_root, options["force"])
+        own_lender = lender if tp == borrow.TP else None
+        runs = [*lent, *by_tp[tp]]
+        bundle, acquired = acquire.publish(runs, target, job, out_root, options["force"], own_lender)
         print_tables(bundle, acquired)
-        if sources and tp == borrow.TP and bundle and borrow.copy_table(sources, bundle, out_root, options["force"]):
-            click.echo(f"  tp{tp}/{borrow.CATEGORY}.csv: taken from {sources.bundles[-1].path}")
-        if lender and bundle and not done:
-            for category in lender.categories:
-                borrow.copy_one(lender.bundle, bundle, category, out_root, options["force"])
-                click.echo(f"  tp{borrow.TP}/{category}.csv: taken from {lender.bundle.path}")
-            # Again, since unequal batches of the indexer's kernels are compared with its table.
-            _, acquired = acquire.publish(by_tp[tp], target, job, out_root, True)
+        if own_lender and bundle:
+            for category in own_lender.categories:
+                click.echo(f"  tp{tp}/{category}.csv: taken from {own_lender.bundle.path}")
         done.append(acquired)
     acquire.refuse_incomplete(done)
 

@@ -393,8 +393,8 @@ def prefill_grid(
     if work is None or not measured:
         return make_grid(axes, points, equal_end, outside)
     at = lru_cache(_REMEMBERED)(work.prefill)
-    whole, cost = (work.straight_until if work.split_pairs else None), cost_of_work(measured, at)
-    return make_grid(axes, points, equal_end, outside, work=at, bends=work.bends, straight_until=whole, per_work=cost)
+    cost, until = cost_of_work(measured, at), work.straight_until
+    return make_grid(axes, points, equal_end, outside, work=at, bends=work.bends, straight_until=until, per_work=cost)
 
 
 def decode_grid(rows: Iterable[BatchRow], outside: Outside, work: DecodeWork | None = None) -> Grid:

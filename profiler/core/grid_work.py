@@ -16,13 +16,8 @@ _ON_A_CURVE = 1
 
 
 class PrefillWork(Protocol):
-    """What the time of a chunk behind a context runs straight in, in any unit: `Work`, or a kernel's own rules.
-
-    split_pairs: None where every chunk runs whole; see `Work`, also for the methods.
-    """
-
-    @property
-    def split_pairs(self) -> int | None: ...
+    """What the time of a chunk behind a context runs straight in, in any unit: `Work`, which has the contracts,
+    or a kernel's own rules."""
 
     def prefill(self, chunk: float, context: float) -> float: ...
 

@@ -76,10 +76,6 @@ class SparseWork:
     heads: int
     cap_keys: int
 
-    @property
-    def split_pairs(self) -> None:
-        return None
-
     def decode(self, requests: float, keys: float) -> float:
         """Blocks of equal requests of one query each."""
         blocks = max(1, math.ceil(min(keys, self.cap_keys) / _SPARSE_KEYS))
@@ -157,10 +153,6 @@ class DenseWork:
 
     sm_count: int
     heads: int
-
-    @property
-    def split_pairs(self) -> None:
-        return None
 
     def prefill(self, chunk: float, context: float) -> float:
         rows, keys = math.ceil(chunk / _DENSE_TILE), math.ceil(context / _DENSE_TILE)

@@ -6,10 +6,9 @@ from typing import Literal
 
 from profiler.core.grid import Grid
 from profiler.core.grid_mixed import MixedGrid
-from profiler.core.unequal import Skew, Together, beyond_fixed_us
+from profiler.core.unequal import Prefill, Skew, Together, beyond_fixed_us
 from serving.core.shape import StepShape
 
-Prefill = tuple[int, int]
 PrefillWhen = Literal["always", "dense", "sparse", "selection", "never"]
 
 

@@ -5,9 +5,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from profiler.core.grid import Outside
+from profiler.core.unequal import Prefill
 from serving.core.shape import StepShape
 from serving.cost.graphs import padding
-from serving.cost.kernels import Kernel, Prefill, PrefillWhen
+from serving.cost.kernels import Kernel, PrefillWhen
 from serving.cost.lines import Line, line, nanoseconds
 from serving.cost.tokens import Folded
 

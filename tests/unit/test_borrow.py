@@ -153,3 +153,13 @@ def test_a_lender_of_another_index_cache_or_without_such_tables_is_refused(call:
     wide = PACKED | {"caches": [*PACKED["caches"], {"name": "index_keys", "bytes_per_token_layer": 256}]}
     result, _ = call("--shared-from", str(source), kv=wide)
     assert "index_keys: [] there, [256] here" in str(result.exception)
+
+
+def test_experts_from_two_places_are_refused_and_a_refused_lender_leaves_nothing(call: Any, tmp_path: Path) -> None:
+    assert call("--ep", "1,2")[0].exit_code == 0
+    source = folder(tmp_path, "bf16")
+    result, ran = call("--shared-from", str(source), "--moe-from", str(source), kv=PACKED)
+    assert "both take experts: give one of the two" in str(result.exception) and ran == []
+    result, ran = call("--shared-from", str(source), kv=PACKED, versions={"torch": "1"})
+    assert "versions: " in str(result.exception) and ran
+    assert not folder(tmp_path, "bf16-kvfp8_ds_mla").exists()
