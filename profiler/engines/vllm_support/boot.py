@@ -35,7 +35,7 @@ ENVIRONMENT = {
 }
 
 # Not recorded, since no step that is timed sees it: requests are greedy. As it starts, vLLM draws one sample by top-k
-# and top-p, for which FlashInfer compiles a module for 107 s on a fresh H200 host.
+# and top-p, for which FlashInfer compiles a module on a fresh host, for a minute and more.
 _UNSEEN = {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
 
 # What starting an engine on DeepSeek's and GLM's models imports beside vllm.LLM.
