@@ -15,7 +15,8 @@ from profiler.quality import quality
 
 @dataclass(frozen=True, slots=True)
 class TableSummary:
-    """quality: as `profiler.quality.quality` gives it, empty when the model's configuration is not here."""
+    """quality: as `profiler.quality.quality` gives it, empty when the model's configuration is not here. origin: `from`
+    of meta.yaml where another degree's or another KV layout's measurement stands here, else empty."""
 
     tp: int
     category: Category
@@ -25,6 +26,7 @@ class TableSummary:
     least_us: float
     most_us: float
     quality: Mapping[str, Any]
+    origin: Mapping[str, Any]
 
 
 def summarise(bundle: Bundle) -> list[TableSummary]:
@@ -50,9 +52,10 @@ def _table(tp: int, category: Category, bundle: Bundle, spec: ModelSpec | None) 
     }
     times = [float(value) for value in table.columns["time_us"]]
     # What was found when the table was built knows the functions that ran, too.
-    stored = ((bundle.meta.get("grid") or {}).get(f"tp{tp}/{category}") or {}).get("quality")
-    found = stored or (quality(table, spec, ran_of(bundle.meta, spec, tp)) if spec else {})
-    return TableSummary(tp, category, len(table), table.names, axes, min(times), max(times), found)
+    entry = (bundle.meta.get("grid") or {}).get(f"tp{tp}/{category}") or {}
+    found = entry.get("quality") or (quality(table, spec, ran_of(bundle.meta, spec, tp)) if spec else {})
+    origin = entry.get("from") or {}
+    return TableSummary(tp, category, len(table), table.names, axes, min(times), max(times), found, origin)
 
 
 def skew_of(bundle: Bundle, tp: int) -> Mapping[str, Any]:
@@ -66,6 +69,13 @@ def percent(found: Mapping[str, Any], name: str) -> str:
     """`p50 1.2% p90 3.4%` of one figure, a dash when there is none."""
     value = found.get(name)
     return f"p50 {value['p50']:.1%} p90 {value['p90']:.1%}" if value else "-"
+
+
+def origin_text(origin: Mapping[str, Any]) -> str:
+    """`of tp 1`, `of the bf16 cache`; nothing for a table that was measured as it stands."""
+    if "tp" in origin:
+        return f"of tp {origin['tp']}"
+    return f"of the {origin['kv_layout']} cache" if "kv_layout" in origin else ""
 
 
 def share(found: Mapping[str, Any]) -> str:

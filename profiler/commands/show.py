@@ -61,6 +61,7 @@ def _as_json(bundle: "Bundle", summaries: "list[TableSummary]") -> dict[str, Any
             "least_us": one.least_us,
             "most_us": one.most_us,
             "quality": dict(one.quality),
+            **({"from": dict(one.origin)} if one.origin else {}),
         }
         for one in summaries
     ]
@@ -69,7 +70,7 @@ def _as_json(bundle: "Bundle", summaries: "list[TableSummary]") -> dict[str, Any
 
 
 def _print(bundle: "Bundle", summaries: "list[TableSummary]") -> None:
-    from profiler.summary import percent, share
+    from profiler.summary import origin_text, percent, share
 
     meta = bundle.meta
     engine = meta.get("engine") or {}
@@ -93,7 +94,7 @@ def _print(bundle: "Bundle", summaries: "list[TableSummary]") -> None:
         click.echo(
             f"  {one.tp:>3} {one.category:<{width}} {one.rows:>5} {span:>22}  "
             f"{percent(one.quality, 'spread_from_20_us'):<20}{percent(one.quality, 'leave_one_out'):<22}"
-            f"{share(one.quality):<14}".rstrip()
+            f"{share(one.quality):<14}{origin_text(one.origin)}".rstrip()
         )
     open_at: dict[str, list[int]] = {}
     for one in summaries:

@@ -73,3 +73,15 @@ def test_the_command_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFix
     main(["show", relative, "--out-root", str(tmp_path / "perf"), "--format", "json"], standalone_mode=False)
     report = json.loads(capsys.readouterr().out)
     assert [table["category"] for table in report["tables"]] == ["dense", "indexer", "moe", "skew"]
+
+
+def test_a_table_of_another_degree_or_layout_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    grid = {"tp1/indexer": {"from": {"tp": 2}}, "tp1/moe": {"from": {"kv_layout": "bf16", "measured_at": "then"}}}
+    path = bundle(tmp_path / "perf", grid=grid)
+    main(["show", str(path)], standalone_mode=False)
+    rows = {line.split()[1]: line for line in capsys.readouterr().out.splitlines() if re.match(r" +1 \w", line)}
+    assert rows["indexer"].endswith(" of tp 2") and rows["moe"].endswith(" of the bf16 cache")
+    assert " of t" not in rows["dense"]
+    main(["show", str(path), "--format", "json"], standalone_mode=False)
+    tables = {table["category"]: table for table in json.loads(capsys.readouterr().out)["tables"]}
+    assert tables["indexer"]["from"] == {"tp": 2} and "from" not in tables["dense"]
