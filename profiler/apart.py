@@ -29,16 +29,17 @@ def run_apart(work: Callable[..., object], arguments: tuple[Any, ...], name: str
     ours, theirs = context.Pipe(duplex=False)
     # Not a daemon, which could start no processes of its own.
     process = context.Process(target=_serve, args=(theirs, work, arguments))
-    process.start()
-    theirs.close()
     try:
+        process.start()
+        theirs.close()
         said = _said(process, ours)
     except BaseException:
-        if process.is_alive() and process.pid is not None:
+        if process.pid is not None and process.is_alive():
             os.kill(process.pid, signal.SIGINT)
         raise
     finally:
-        _end(process)
+        if process.pid is not None:
+            _end(process)
         ours.close()
     if not said:
         _refuse_death(process.exitcode, name, advice)
