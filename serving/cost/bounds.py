@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from profiler.core.even_load import activated_experts, local_pairs
 from profiler.core.hardware import Hardware
 from profiler.core.modules import fold_for
 from profiler.core.types import Component, ModelSpec, Parallel
@@ -13,7 +14,6 @@ from serving.backends import Sends
 from serving.collectives import Collectives, Tier
 from serving.core.shape import StepShape
 from serving.cost.communication import Communication
-from serving.cost.experts import activated_experts, local_pairs
 from serving.cost.step import TableCost
 
 

@@ -1,30 +1,13 @@
 """Routed experts of one rank: under an even load, or of the busiest rank that a routing gives."""
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from profiler.core.even_load import activated_experts, local_pairs
 from profiler.core.grid import Grid
 from profiler.core.types import MoeDims
 from serving.cost.lines import Line, line
 from serving.routing import BusiestRank
-
-
-def local_pairs(moe: MoeDims, ep: int, tokens: int) -> float:
-    """(token, expert) pairs per rank when the load is even: tokens x topk / ep."""
-    return tokens * moe.topk / ep
-
-
-def activated_experts(moe: MoeDims, ep: int, tokens: int) -> float:
-    """Expected distinct experts of a rank that `tokens` independent tokens reach: E/ep (1 - (1 - topk/E)^tokens).
-
-    A token picks topk distinct experts, and with an even load each expert with probability topk / E, whatever groups
-    the router has; so this is exact for independent tokens.
-    """
-    local = moe.num_experts / ep
-    if moe.topk >= moe.num_experts:
-        return local
-    return -local * math.expm1(tokens * math.log1p(-moe.topk / moe.num_experts))
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from profiler.core.bundle import Bundle
 from profiler.core.errors import ConfigError, ContractError, CoverageError
+from profiler.core.even_load import activated_experts, local_pairs
 from profiler.core.hardware import load_hardware
 from profiler.core.kv import kv_layout
 from profiler.core.registry import load_model
@@ -17,7 +18,6 @@ from profiler.core.types import MoeDims, Parallel
 from serving.collectives import from_hardware
 from serving.core.shape import StepShape
 from serving.cost import TableCost, build_cost, default_capture_sizes
-from serving.cost.experts import activated_experts, local_pairs
 from serving.cost.graphs import padding
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
