@@ -8,18 +8,15 @@ import re
 import shlex
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 
 import pytest
 
-from profiler.core.bundle import Bundle, read_bundle
-from profiler.core.errors import CoverageError
+from profiler.core.bundle import read_bundle
 from profiler.core.hardware import load_hardware
 from profiler.core.kv import kv_layout
 from profiler.core.paths import data_root, default_bundle_root
 from profiler.core.registry import load_model
-from profiler.core.stack import fold
 from profiler.core.types import Parallel
 from serving.core.shape import StepShape
 from serving.cost import build_cost
@@ -64,26 +61,17 @@ def test_the_main_command_replays_the_example_on_measured_tables(tmp_path: Path)
     assert (tmp_path / "again.csv").read_bytes() == (tmp_path / "run.csv").read_bytes()
 
 
-def is_complete(bundle: Bundle, tp: int) -> bool:
-    """Whether every table that serving needs is there; experts are measured at tp 1."""
-    wanted = {(tp, one.category) for one, _ in fold(load_model(str(bundle.meta["model"]))).components}
-    return {(1, category) if category == "moe" else (t, category) for t, category in wanted} <= bundle.tables.keys()
-
-
 @pytest.mark.parametrize("path", BUNDLES, ids=[str(path.relative_to(default_bundle_root())) for path in BUNDLES])
-def test_a_measured_bundle_prices_every_component_of_its_model_or_is_refused(path: Path) -> None:
+def test_a_measured_bundle_prices_every_component_of_its_model(path: Path) -> None:
     bundle = read_bundle(path)
     meta = bundle.meta
     spec, hardware = load_model(str(meta["model"])), load_hardware(str(meta["hardware"]))
     layout = kv_layout(spec, Parallel(), hardware.architecture, str(meta["kv"]["layout"]))
     for tp in sorted({tp for tp, _ in bundle.tables}):
         parallel = Parallel(tp=tp, ep=tp) if tp > 1 else Parallel(dp=8, ep=8)
-        build = partial(build_cost, bundle=bundle, spec=spec, parallel=parallel, hardware=hardware, kv=layout)
-        if not is_complete(bundle, tp):
-            with pytest.raises(CoverageError, match="no table tp1/moe"):
-                build(max_num_batched_tokens=8192)
-            continue
-        cost = build(max_num_batched_tokens=8192)
+        cost = build_cost(
+            bundle=bundle, spec=spec, parallel=parallel, hardware=hardware, kv=layout, max_num_batched_tokens=8192
+        )
         decode = StepShape((), 32, 32 * 5000, 5000, 32 * 2048, 32)
         mixed = StepShape(((1000, 0), (512, 30000)), 32, 32 * 5000, 5000, 32 * 2048, 34)
         short = StepShape(((1000, 0), (600, 300)), 0, 0, 0, 0, 2)
