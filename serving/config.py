@@ -21,6 +21,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import Field, ValidationError
 
 from profiler.core.errors import ConfigError
+from profiler.core.hardware import Host, load_host
 from profiler.core.load import read_mapping
 from profiler.core.types import Parallel
 from serving.backends import DEFAULT, sends
@@ -53,7 +54,7 @@ class EngineSettings:
     block_tokens: None is what the engine picks for the model and the card. eager: no CUDA graphs, so steps are not
     padded to captured sizes. graph_mode: FULL_DECODE_ONLY captures decode steps alone. capture_sizes: None is what the
     engine captures for its max_num_seqs. host_overhead_us: time per step that the host takes, as stated by the user;
-    None takes what the GPU's file says of its host, if anything.
+    None takes `host`, which a file of its own describes, else what the GPU's file says of its host, if anything.
     async_scheduling: None is what the engine version does by default.
     step_overhead_us: device time per step that the tables do not contain; None is the value of the GPU's file.
     dp_sync_interval: steps between two agreements of a data-parallel group on whether any of its engines has work.
@@ -82,6 +83,7 @@ class EngineSettings:
     dp_sync_interval: int = 16
     speculation: Speculation | None = None
     offload: KvOffload | None = None
+    host: Host | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +219,7 @@ class EngineFile(Strict):
     cudagraph_mode: GraphMode = "FULL_AND_PIECEWISE"
     cudagraph_capture_sizes: list[Count] | None = None
     host_overhead_us: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    host_file: str | None = None
     all2all_backend: str = DEFAULT
     dp_sync_interval: Count = 16
     step_overhead_us: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
@@ -332,6 +335,8 @@ def _settings(path: Path, engine: EngineFile) -> EngineSettings:
         speculation = speculation_of(engine.speculative, path.parent) if engine.speculative else None
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
+    if engine.host_file is not None and engine.host_overhead_us is not None:
+        raise ConfigError(f"{path}: host_file and host_overhead_us both say what the host takes; give one of them")
     return EngineSettings(
         max_model_len_tokens=engine.max_model_len,
         max_num_batched_tokens=engine.max_num_batched_tokens,
@@ -355,6 +360,7 @@ def _settings(path: Path, engine: EngineFile) -> EngineSettings:
         dp_sync_interval=engine.dp_sync_interval,
         speculation=speculation,
         offload=KvOffload(**engine.kv_offload.model_dump()) if engine.kv_offload else None,
+        host=load_host(path.parent / engine.host_file) if engine.host_file else None,
     )
 
 

@@ -24,12 +24,13 @@ from serving.config import UNLIMITED, EngineSettings, Instance, KvOffload, PeerM
 from serving.core.blocks import BlockPool
 from serving.core.engine import Engine, Group
 from serving.core.host_tier import HostMemory, HostUse, TieredPool
-from serving.core.hosted import HostedGroup
+from serving.core.hosted import Behind, HostedGroup
 from serving.core.pipeline import PipelineGroup
 from serving.core.scheduler import Limits, Scheduler
+from serving.core.shape import StepCost
 from serving.core.walk import WalkEngine, WalkScheduler
 from serving.cost import PipelineCost, TableCost, build_cost, default_capture_sizes
-from serving.cost.build import build_pipeline
+from serving.cost.build import Stage, build_pipeline
 from serving.cost.host import TableHost
 from serving.cost.offload import OffloadCost
 from serving.cost.speculative import SpeculativeCost, build_speculative
@@ -144,7 +145,8 @@ def deploy(
     if speculation is not None:
         check_speculation(speculation, spec, limits.max_model_len_tokens)
     queries = 1 + speculation.tokens if speculation else 1
-    cost: AnyCost = _pricing(instance)(
+    priced = partial(
+        _pricing(instance),
         bundle=bundle,
         spec=spec,
         parallel=group,
@@ -156,12 +158,12 @@ def deploy(
         prefills_in_graphs=instance.engine.graph_mode != "FULL_DECODE_ONLY",
         host_us=stated_us or 0.0,
         host_overlaps=asynchronous or group.pp > 1,
-        step_us=step_us,
-        step_source=step_source,
         routing=routed_load(spec, group, instance.routing, limits.max_num_batched_tokens * group.dp),
         all2all_backend=instance.engine.all2all_backend,
         allow_extrapolation=allow_extrapolation,
     )
+    cost: AnyCost = priced(step_us=step_us, step_source=step_source)
+    behind = _behind(priced, spec, table_host) if table_host and not table_host.compiled else None
     host = _host_memory(instance.engine.offload, kv.layout)
     if host is not None:
         assert isinstance(cost, TableCost)
@@ -194,9 +196,9 @@ def deploy(
         verified=Verified(speculation, (), kernel_notes(speculation, spec, hardware.architecture if hardware else None))
         if speculation
         else None,
-        host_source="stated" if stated_us is not None else "hardware file" if table_host else "not known",
+        host_source=_host_source(instance.engine, table_host),
     )
-    groups = _groups(deployment, spec, cost, table_host, instance.engine.dp_sync_interval)
+    groups = _groups(deployment, spec, cost, table_host, behind, instance.engine.dp_sync_interval)
     return Deployed(deployment, cost, groups, bundle.meta, kv.layout)
 
 
@@ -219,7 +221,12 @@ def _own_variant(
 
 
 def _groups(
-    one: Deployment, spec: ModelSpec, cost: AnyCost, table_host: TableHost | None, sync_steps: int
+    one: Deployment,
+    spec: ModelSpec,
+    cost: AnyCost,
+    table_host: TableHost | None,
+    behind: Behind | None,
+    sync_steps: int,
 ) -> tuple[Group | PipelineGroup, ...]:
     """The engines of a deployment, those in lockstep together."""
     cap = spec.indexer.attended_cap_tokens if spec.indexer else None
@@ -267,7 +274,8 @@ def _groups(
     asynchronous = one.async_scheduling
     if table_host is not None:
         return tuple(
-            HostedGroup(some, cost, table_host, asynchronous=asynchronous, sync_steps=sync_steps) for some in members
+            HostedGroup(some, cost, table_host, behind=behind, asynchronous=asynchronous, sync_steps=sync_steps)
+            for some in members
         )
     return tuple(Group(some, cost, asynchronous=asynchronous, sync_steps=sync_steps) for some in members)
 
@@ -318,21 +326,44 @@ def _step_overhead(instance: Instance, hardware: Hardware | None) -> tuple[float
 def _table_host(
     instance: Instance, hardware: Hardware | None, spec: ModelSpec, limits: Limits, asynchronous: bool
 ) -> TableHost | None:
-    """The host as the GPU's file has it, unless the cluster file states its time. A pipeline's steps and those with
-    drafts have no such rule."""
+    """The host as a file of its own or the GPU's has it, unless the cluster file states its time. A pipeline's steps
+    and those with drafts have no such rule."""
     engine = instance.engine
-    if hardware is None or hardware.host is None or engine.host_overhead_us is not None:
+    host = engine.host or (hardware.host if hardware else None)
+    if host is None or engine.host_overhead_us is not None:
         return None
     if instance.parallel.pp > 1 or engine.speculation is not None:
         return None
     sizes = _capture_sizes(engine, limits.max_num_seqs)
     return TableHost(
-        host=hardware.host,
+        host=host,
         layers=spec.num_layers,
+        first_layers=_first_layers(spec),
         largest_graph_tokens=max(sizes, default=0),
-        prefills_in_graphs=engine.graph_mode != "FULL_DECODE_ONLY",
+        compiled=not engine.eager and engine.graph_mode != "FULL_DECODE_ONLY",
         asynchronous=asynchronous,
     )
+
+
+def _behind(priced: Callable[..., StepCost], spec: ModelSpec, table_host: TableHost) -> Behind:
+    def last_layers(start: int) -> StepCost:
+        return priced(stage=Stage(replace(spec, layers=spec.layers[start:]), False, True))
+
+    first = table_host.first_layers
+    return Behind(last_layers(first) if first else None, last_layers(spec.num_layers))
+
+
+def _host_source(engine: EngineSettings, table_host: TableHost | None) -> str:
+    if engine.host_overhead_us is not None:
+        return "stated"
+    if table_host is None:
+        return "not known"
+    return "host file" if engine.host else "hardware file"
+
+
+def _first_layers(spec: ModelSpec) -> int:
+    """Layers ahead of the first that has another MLP than they; 0 where all have the same."""
+    return next((at for at, layer in enumerate(spec.layers) if layer.mlp != spec.layers[0].mlp), 0)
 
 
 def _limits(asked: EngineSettings, spec: ModelSpec, hardware: Hardware | None) -> Limits:

@@ -23,7 +23,8 @@ _LINK_KEYS = ("bandwidth_gbps", "latency_us", "source")
 _LARGEST = 1e9
 TIERS = ("intra_node", "inter_node")
 _HOST_PARTS = ("schedule", "prepare", "replay", "sample", "bookkeep", "tokens", "update", "output")
-_HOST_LAUNCHES = ("launch", "piecewise")
+OPTIONAL_HOST_PARTS = ("prepare_prefill", "launch_mixed", "piecewise")
+_HOST_LAUNCHES = ("launch", "launch_mixed", "piecewise")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +60,13 @@ class HostLaunch:
 class Host:
     """Time of an engine's thread for one step, in the order in which it works, without its waits for the device.
 
-    schedule, prepare: the batch and its inputs. Then the layers: replay of one CUDA graph of the whole step, piecewise
-    in graphs of parts of layers, or launch of every kernel. sample, bookkeep: the sampler and the batch's books.
-    tokens: from the device's end of the step until the thread has its tokens, were it to wait for nothing else. update,
-    output: into the scheduler, and into the outputs of the requests. piecewise: None where nobody has measured it.
+    schedule, prepare: the batch and its inputs; prepare_prefill: in place of prepare where a step has prefills, with
+    per_request_us for every prefill, None where nobody has told one from the other. Then the layers: replay of one CUDA
+    graph of the whole step, piecewise in graphs of parts of layers, or launch of every kernel; launch_mixed where a
+    step has prefills and decodes, whose attention runs one after the other. sample, bookkeep: the sampler and the
+    batch's books. tokens: from the device's end of the step until the thread has its tokens, were it to wait for
+    nothing else. update, output: into the scheduler, and into the outputs of the requests. launch_mixed, piecewise:
+    None where nobody has measured it.
     """
 
     schedule: HostPart
@@ -76,6 +80,8 @@ class Host:
     launch: HostLaunch
     piecewise: HostLaunch | None
     source: str
+    prepare_prefill: HostPart | None = None
+    launch_mixed: HostLaunch | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +177,7 @@ def _read(name: str, root: Path | None) -> Hardware:
         links=_links(path, values["links"]),
         sources=sources,
         step_overhead_us=numbers.get("step_overhead_us"),
-        host=_host(path, values["host"]) if "host" in values else None,
+        host=host_of(path, values["host"]) if "host" in values else None,
     )
 
 
@@ -217,19 +223,34 @@ def _links(path: Path, value: Any) -> dict[str, Link]:
     return links
 
 
-def _host(path: Path, value: Any) -> Host:
+def load_host(path: Path) -> Host:
+    """The host of a YAML file that holds a `host` block, as `python -m serving host --format yaml` prints it.
+
+    Raises ConfigError for an unreadable file and a wrong block.
+    """
+    value = read_mapping(path)
+    _check_keys(path, "the file", value, ("host",))
+    return host_of(path, value["host"])
+
+
+def host_of(path: Path, value: Any) -> Host:
+    """The `host` block of a file. Raises ConfigError, with `path`, for wrong keys and numbers."""
     if not isinstance(value, Mapping):
         raise ConfigError(f"{path}: host must be a mapping, found {value!r}")
-    optional = ("piecewise",) if "piecewise" in value else ()
+    optional = tuple(name for name in OPTIONAL_HOST_PARTS if name in value)
     _check_keys(path, "host", value, (*_HOST_PARTS, "launch", *optional, "source"))
     parts = {name: HostPart(*_pair(path, name, value[name], "per_request_us")) for name in _HOST_PARTS}
+    name = "prepare_prefill"
+    prefill = HostPart(*_pair(path, name, value[name], "per_request_us")) if name in value else None
     launches = {
         name: HostLaunch(*_pair(path, name, value[name], "per_layer_us")) if name in value else None
         for name in _HOST_LAUNCHES
     }
-    assert launches["launch"] is not None
-    source = _text(path, "host.source", value["source"])
-    return Host(**parts, launch=launches["launch"], piecewise=launches["piecewise"], source=source)
+    launch = launches.pop("launch")
+    assert launch is not None
+    return Host(
+        **parts, prepare_prefill=prefill, launch=launch, **launches, source=_text(path, "host.source", value["source"])
+    )
 
 
 def _pair(path: Path, name: str, value: Any, slope: str) -> tuple[float, float]:

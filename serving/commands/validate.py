@@ -19,6 +19,7 @@ _FOLDER = click.Path(path_type=Path)
 @click.option("--bundle-root", type=_FOLDER, help="Folder of bundles.  [default: profiler/perf-native]")
 @click.option("--json", "json_path", type=_FOLDER, help="Also write all figures to this file.")
 @click.option("--steps", "steps_path", type=_FOLDER, help="Also write a CSV of every step with its price.")
+@click.option("--own-host", is_flag=True, help="Take the host's times from each recording, not from the GPU's file.")
 @click.option("--allow-extrapolation", is_flag=True, help="Price shapes outside the tables too, and count them.")
 def command(
     recordings: tuple[Path, ...],
@@ -26,6 +27,7 @@ def command(
     bundle_root: Path | None,
     json_path: Path | None,
     steps_path: Path | None,
+    own_host: bool,
     allow_extrapolation: bool,
 ) -> None:
     """Replay the trace of every recording (folders written by `record`), price its steps, and count its KV blocks.
@@ -38,7 +40,7 @@ def command(
 
     found = []
     for path in recordings:
-        one = validate(path, traces, bundle_root, allow_extrapolation=allow_extrapolation)
+        one = validate(path, traces, bundle_root, allow_extrapolation=allow_extrapolation, with_own_host=own_host)
         _print(one)
         found.append(one)
     if json_path is not None:

@@ -5,8 +5,11 @@ waits for the tokens of the oldest step in flight, updates the scheduler with th
 asynchronous scheduling two steps are in flight, so a step is launched while the one before runs; a thread with only one
 in flight goes round once more before it waits. Without, it waits for the step that it has just launched.
 
-The device begins a step when it has ended the one before and the first kernel is launched, and ends it no earlier than
-the last one is. A step ends, and its tokens are known, when the thread has updated the scheduler.
+The device begins a step when it has ended the one before and the first kernel is launched. Kernels that are launched
+one by one end no earlier than from their launch on: the device has idled among layers that it runs faster than they are
+launched, so it ends no earlier than the head needs behind the launch of all layers, and, where a stack begins with
+layers of another kind (dense ones before experts), than the others need behind the launch of these. A step ends, and
+its tokens are known, when the thread has updated the scheduler.
 """
 
 from collections import deque
@@ -20,12 +23,34 @@ from serving.core.shape import StepCost, StepShape
 
 class HostTimes(NamedTuple):
     """Nanoseconds of the host's thread for one step: before its first launch, launching, and once its tokens are there
-    until they are known; then making the outputs."""
+    until they are known; then making the outputs. first_ns: of launching, the layers ahead of those of another kind,
+    layers_ns: all layers; both 0 where they are not launched kernel by kernel."""
 
     before_ns: int
     launch_ns: int
     update_ns: int
     output_ns: int
+    first_ns: int = 0
+    layers_ns: int = 0
+
+
+class Behind(NamedTuple):
+    """Costs of what the device runs behind the first layers, with the head, and behind all layers, the head alone.
+
+    first: None where all layers are of one kind.
+    """
+
+    first: StepCost | None
+    layers: StepCost
+
+    def end_ns(self, begin_ns: int, times: HostTimes, shapes: Sequence[StepShape | None]) -> int:
+        """Before this the device does not end a step whose launches begin at `begin_ns`."""
+        if not times.layers_ns:
+            return begin_ns
+        end_ns = begin_ns + times.layers_ns + self.layers.step_ns(shapes)
+        if self.first is None:
+            return end_ns
+        return max(end_ns, begin_ns + times.first_ns + self.first.step_ns(shapes))
 
 
 class HostCost(Protocol):
@@ -49,7 +74,8 @@ class _InFlight(NamedTuple):
 class HostedGroup(Group):
     """A group whose steps cost the host time; waves, dummy steps and times as those of Group.
 
-    cost: of the device alone. Ranks have a thread each and wait for each other: `host` prices the slowest.
+    cost: of the device alone; behind: of parts of it, None leaves out when kernels are launched. Ranks have a thread
+    each and wait for each other: `host` prices the slowest.
     """
 
     def __init__(
@@ -58,11 +84,13 @@ class HostedGroup(Group):
         cost: StepCost,
         host: HostCost,
         *,
+        behind: Behind | None = None,
         asynchronous: bool = False,
         sync_steps: int = 1,
     ) -> None:
         super().__init__(engines, cost, asynchronous=asynchronous, sync_steps=sync_steps)
         self.host = host
+        self.behind = behind
         self._in_flight: deque[_InFlight] = deque()
         self._free_ns = 0  # the thread
         self._device_ns = 0
@@ -123,4 +151,6 @@ class HostedGroup(Group):
         self._free_ns = begin_ns + times.launch_ns
         # That it ends no earlier than the last launch shows in the thread's own time, which never waits for less.
         self._device_ns = max(self._device_ns, begin_ns) + device_ns
+        if self.behind is not None:
+            self._device_ns = max(self._device_ns, self.behind.end_ns(begin_ns, times, shapes))
         self._in_flight.append(_InFlight(self._device_ns, times.update_ns, times.output_ns, repeated_tokens, False))

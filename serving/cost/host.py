@@ -15,57 +15,76 @@ NOTHING: Final = HostPart(0.0, 0.0)
 class TableHost:
     """See profiler.core.hardware.Host for the numbers, and serving.core.hosted for what becomes of them.
 
-    largest_graph_tokens: of the CUDA graphs, 0 without any. prefills_in_graphs: steps with prefills run in graphs of
-    parts of layers, as far as those reach; else they are launched kernel by kernel, as all steps beyond the graphs.
-    added: further work before a step, such as that of a recorder.
+    first_layers: of them, those ahead of layers of another kind, 0 where all are of one. largest_graph_tokens: of the
+    CUDA graphs, 0 without any. compiled: layers are compiled code, in graphs of parts of layers as far as those reach;
+    else steps with prefills are launched kernel by kernel, as all beyond the graphs. Launching compiled layers outside
+    of graphs is priced as inside, and where nobody has measured either, as nothing: a bound from below. added: further
+    work before a step, such as that of a recorder.
     """
 
     host: Host
     layers: int
     largest_graph_tokens: int
-    prefills_in_graphs: bool
+    compiled: bool
     asynchronous: bool
     added: HostPart = NOTHING
-    _known: dict[tuple[str, int], HostTimes] = field(default_factory=dict, compare=False, repr=False)
+    first_layers: int = 0
+    _known: dict[tuple[str, int, int], HostTimes] = field(default_factory=dict, compare=False, repr=False)
 
     def times(self, shapes: Sequence[StepShape | None]) -> HostTimes:
         """Of the rank with the most requests, launched as that with the most tokens is."""
         if len(shapes) == 1 and (shape := shapes[0]) is not None:
-            requests, tokens, prefills = shape.decode_requests + len(shape.prefills), shape.tokens, bool(shape.prefills)
+            prefills, tokens = len(shape.prefills), shape.tokens
+            requests, mixed = shape.decode_requests + prefills, bool(prefills and shape.decode_requests)
         else:
             some = [shape for shape in shapes if shape]
-            requests = max((shape.decode_requests + len(shape.prefills) for shape in some), default=1)
-            tokens = max((shape.tokens for shape in some), default=1)
-            prefills = any(shape.prefills for shape in some)
-        launched = self.launched(tokens, prefills)
-        found = self._known.get((launched, requests))
+            requests = max((one.decode_requests + len(one.prefills) for one in some), default=1)
+            tokens = max((one.tokens for one in some), default=1)
+            prefills = max((len(one.prefills) for one in some), default=0)
+            mixed = any(one.prefills and one.decode_requests for one in some)
+        key = self.launched(tokens, prefills > 0, mixed), requests, prefills
+        found = self._known.get(key)
         if found is None:
-            found = self._known[launched, requests] = self._of(launched, requests)
+            found = self._known[key] = self._of(*key)
         return found
 
-    def launched(self, tokens: int, prefills: bool) -> str:
-        """How a step is launched: "replay" a graph, "piecewise" ones, or "launch" every kernel."""
-        if tokens > self.largest_graph_tokens or (prefills and not self.prefills_in_graphs):
-            return "launch"
-        return "piecewise" if prefills else "replay"
+    def launched(self, tokens: int, prefills: bool, mixed: bool) -> str:
+        """How a step is launched: "replay" a graph, "piecewise" ones, or every kernel, "launch" or "launch_mixed".
 
-    def _of(self, launched: str, requests: int) -> HostTimes:
+        mixed: prefills and decodes on one rank.
+        """
+        if not prefills and tokens <= self.largest_graph_tokens:
+            return "replay"
+        if self.compiled:
+            return "piecewise"
+        return "launch_mixed" if mixed and self.host.launch_mixed else "launch"
+
+    def _of(self, launched: str, requests: int, prefills: int) -> HostTimes:
         host = self.host
 
         def us(*parts: HostPart) -> float:
             return sum(part.fixed_us + part.per_request_us * requests for part in parts)
 
+        prepare_us = us(host.prepare)
+        if prefills and (more := host.prepare_prefill) is not None:
+            prepare_us = more.fixed_us + more.per_request_us * prefills
         # The device begins a graph when all of it is launched, and single kernels with the first of them.
         graph: tuple[HostPart, ...] = (host.replay,) if launched == "replay" else ()
-        layers_us = 0.0
-        if launched != "replay":
-            by_layer: HostLaunch = (host.piecewise or host.launch) if launched == "piecewise" else host.launch
-            layers_us = by_layer.fixed_us + by_layer.per_layer_us * self.layers
+        by_layer: HostLaunch | None = None if launched == "replay" else getattr(host, launched)
+        layers_us = _launch_us(by_layer, self.layers)
+        one_by_one = launched in ("launch", "launch_mixed")
+        first_us = _launch_us(by_layer, self.first_layers) if one_by_one else 0.0
         # Without asynchronous scheduling the books wait for the tokens.
         early, late = ((host.bookkeep,), ()) if self.asynchronous else ((), (host.bookkeep,))
         return HostTimes(
-            before_ns=round(1e3 * us(host.schedule, host.prepare, self.added, *graph)),
+            before_ns=round(1e3 * (prepare_us + us(host.schedule, self.added, *graph))),
             launch_ns=round(1e3 * (layers_us + us(host.sample, *early))),
             update_ns=round(1e3 * us(*late, host.tokens, host.update)),
             output_ns=round(1e3 * us(host.output)),
+            first_ns=round(1e3 * first_us),
+            layers_ns=round(1e3 * layers_us) if one_by_one else 0,
         )
+
+
+def _launch_us(launch: HostLaunch | None, layers: int) -> float:
+    return launch.fixed_us + launch.per_layer_us * layers if launch and layers else 0.0

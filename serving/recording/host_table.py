@@ -6,31 +6,32 @@ the medians by number of requests, neither of them negative. Waits for the devic
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
+from operator import attrgetter
 from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
 from profiler.core.errors import ConfigError
+from profiler.core.hardware import OPTIONAL_HOST_PARTS, Host, host_of
 from profiler.core.load import read_mapping
 from serving.recording.files import read_steps
 from serving.recording.steps import Step
 
 KINDS: Final = ("decode", "prefill", "mixed")
 LEAST_STEPS = 5  # of one number of requests, for its median to count
-WAITED_US = 100.0  # from here on a thread that waits is taken to have come before the device's end
+WAITED_US = 50.0  # so long before the device's end a thread has come for one to say that it waited for it
 
 Part = Callable[[Step], float | None]
 
 
 def _delivery(step: Step) -> float | None:
-    """From the device's end to the thread's having the tokens, of steps that it has waited for."""
+    """From the device's end to the thread's having the tokens, of steps for whose end the thread has waited."""
     if None in (step.updated_s, step.update_us, step.gpu_start_s, step.gpu_us, step.wait_us):
         return None
     assert step.updated_s and step.gpu_start_s is not None and step.gpu_us and step.wait_us is not None
-    if step.wait_us < WAITED_US:
-        return None
-    return step.updated_s * 1e6 - (step.update_us or 0.0) - step.gpu_start_s * 1e6 - step.gpu_us
+    took_us = step.updated_s * 1e6 - (step.update_us or 0.0) - step.gpu_start_s * 1e6 - step.gpu_us
+    return took_us if step.wait_us >= took_us + WAITED_US else None
 
 
 def _less(whole: float | None, part: float | None) -> float | None:
@@ -130,14 +131,23 @@ def rows(logs: Iterable[Log]) -> list[Row]:
     ]  # fmt: skip
 
 
-def linear(logs: Iterable[Log], part: Part, wanted: Callable[[Log, Step], bool]) -> Linear | None:
-    """Least squares over the medians by number of requests, each with the weight of its steps; None without two
+def _requests(step: Step) -> int:
+    return step.prefill_requests + step.decode_requests
+
+
+def linear(
+    logs: Iterable[Log],
+    part: Part,
+    wanted: Callable[[Log, Step], bool],
+    requests: Callable[[Step], int] = _requests,
+) -> Linear | None:
+    """Least squares over the medians by number of `requests`, each with the weight of its steps; None without two
     numbers of requests that have enough steps."""
     by_requests: dict[int, list[float]] = defaultdict(list)
     for log in logs:
         for step in log.steps:
             if wanted(log, step) and (value := part(step)) is not None:
-                by_requests[step.prefill_requests + step.decode_requests].append(value)
+                by_requests[requests(step)].append(value)
     points = [(n, median(found), len(found)) for n, found in by_requests.items() if len(found) >= LEAST_STEPS]
     if len(points) < 2:
         return None
@@ -165,29 +175,54 @@ def layer_launch(logs: Iterable[Log], wanted: Callable[[Log, Step], bool]) -> tu
 def host_block(logs: Sequence[Log]) -> dict[str, Any]:
     """The `host` block of a hardware file, as far as these recordings hold it; see profiler.core.hardware.Host.
 
-    launch counts steps that ran without a graph and were not compiled, piecewise those in graphs of parts of layers,
-    replay those in whole ones. Raises ConfigError where no recording has asynchronous scheduling, whose log alone tells
-    work from waiting.
+    launch counts steps that ran without a graph and were not compiled, launch_mixed those of them with prefills and
+    decodes, piecewise those in graphs of parts of layers, replay those in whole ones. Raises ConfigError where no
+    recording has asynchronous scheduling, whose log alone tells work from waiting.
     """
     logs = [log for log in logs if log.asynchronous]
     if not logs:
         raise ConfigError("no recording with asynchronous scheduling; without it the log cannot tell work from waiting")
+    return _block(logs)
+
+
+def own_host(log: Log, otherwise: Host | None) -> Host:
+    """The host as it was in one recording; what its log does not tell is as in `otherwise`.
+
+    Raises ConfigError where that is None and the log lacks a part.
+    """
+    block = _block([log])
+    if not log.asynchronous:  # its books wait for the tokens
+        del block["bookkeep"]
+    lacking = [one.name for one in fields(Host) if one.name not in block and one.name not in OPTIONAL_HOST_PARTS]
+    if otherwise is None and lacking:
+        raise ConfigError(f"{log.path}: its log does not tell {', '.join(lacking)} of the host")
+    known = asdict(otherwise) if otherwise else {}
+    return host_of(log.path, {name: one for name, one in (known | block).items() if one is not None})
+
+
+def _block(logs: Sequence[Log]) -> dict[str, Any]:
     block: dict[str, Any] = {}
 
-    def part(name: str, of: str, wanted: Callable[[Log, Step], bool]) -> None:
-        if (found := linear(logs, PARTS[of], wanted)) is not None:
+    def part(name: str, of: str, wanted: Callable[[Log, Step], bool], requests: Any = _requests) -> None:
+        if (found := linear(logs, PARTS[of], wanted, requests)) is not None:
             block[name] = {"fixed_us": round(found.fixed_us, 1), "per_request_us": round(found.per_request_us, 2)}
+
+    def launched(log: Log, step: Step) -> bool:
+        return step.graph == "NONE" and log.mode != "engine"
 
     def launch(name: str, wanted: Callable[[Log, Step], bool]) -> None:
         if (found := layer_launch(logs, wanted)) is not None:
             block[name] = {"fixed_us": round(found[0], 1), "per_layer_us": round(found[1], 1)}
 
-    for name in ("schedule", "prepare"):
-        part(name, name, lambda log, step: True)
+    part("schedule", "schedule", lambda log, step: True)
+    part("prepare", "prepare", lambda log, step: not step.prefill_requests)
+    prefills = attrgetter("prefill_requests")
+    part("prepare_prefill", "prepare", lambda log, step: bool(step.prefill_requests), prefills)
     part("replay", "forward_launch", lambda log, step: step.graph == "FULL")
     for name in ("sample", "bookkeep", "tokens", "update", "output"):
         part(name, name, lambda log, step: True)
-    launch("launch", lambda log, step: step.graph == "NONE" and log.mode != "engine")
+    launch("launch", lambda log, step: launched(log, step) and kind_of(step) != "mixed")
+    launch("launch_mixed", lambda log, step: launched(log, step) and kind_of(step) == "mixed")
     launch("piecewise", lambda log, step: step.graph == "PIECEWISE")
     steps = sum(len(log.steps) for log in logs)
     block["source"] = f"{steps:,} steps of {len(logs)} recordings ({'; '.join(sorted({log.engine for log in logs}))})"

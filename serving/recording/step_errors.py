@@ -14,7 +14,7 @@ from itertools import pairwise
 from statistics import median
 from typing import Final
 
-from serving.core.hosted import HostCost, HostTimes
+from serving.core.hosted import Behind, HostCost, HostTimes
 from serving.core.runlog import rank_value
 from serving.core.shape import StepCost, StepShape
 from serving.recording.steps import Chunk, Decode, Step, batches
@@ -57,9 +57,14 @@ def shapes(steps: Sequence[Step], cap_tokens: int | None) -> Iterator[StepShape]
 
 
 def priced_steps(
-    steps: Sequence[Step], cost: StepCost, host: HostCost | None, cap_tokens: int | None
+    steps: Sequence[Step],
+    cost: StepCost,
+    host: HostCost | None,
+    cap_tokens: int | None,
+    behind: Behind | None = None,
 ) -> list[PricedStep]:
     """Every step with its price. cost: of the device; host: of the thread, None for one that takes no time.
+    behind: see serving.core.hosted.
 
     Raises CoverageError for a batch outside the tables.
     """
@@ -74,6 +79,8 @@ def priced_steps(
         if step.gpu_us is not None and step.gpu_start_s is not None:
             begin_us = step.start_s * 1e6 + hosts[index].before_ns / 1e3
             launched_us = begin_us + hosts[index].launch_ns / 1e3
+            if behind is not None:
+                launched_us = max(launched_us, behind.end_ns(round(begin_us * 1e3), hosts[index], [shape]) / 1e3)
             gpu_start_us = step.gpu_start_s * 1e6
             device = step.gpu_us, max(max(gpu_start_us, begin_us) + kernels_us, launched_us) - gpu_start_us
             free_us = _device_end_us(before) if before else 0.0

@@ -19,6 +19,7 @@ from serving.deployment import deploy, instance_model
 from serving.recorded import read_recorded
 from serving.recording.block_counts import BlockCounts, block_counts
 from serving.recording.files import read_steps
+from serving.recording.host_table import own_host, read_log
 from serving.recording.step_errors import Errors, PricedStep, by_kind, priced_steps, token_gaps_ns
 from serving.traces import Trace, read_trace
 
@@ -79,11 +80,19 @@ class Validation:
 
 
 def validate(
-    path: Path, traces: Path | None = None, bundle_root: Path | None = None, *, allow_extrapolation: bool = False
+    path: Path,
+    traces: Path | None = None,
+    bundle_root: Path | None = None,
+    *,
+    allow_extrapolation: bool = False,
+    with_own_host: bool = False,
 ) -> Validation:
     """The recording in folder `path`, as `python -m serving record` writes it.
 
     traces: folder of its trace; by default the nearest folder `traces` beside or above the recording that holds it.
+    with_own_host: with the host's times of this recording instead of those of the GPU's file, which leaves the errors
+    of the device and of the rules.
+
     Raises ConfigError when a file of the recording or its trace is missing or another than the one that was played,
     CoverageError for shapes outside the tables without allow_extrapolation.
     """
@@ -95,14 +104,20 @@ def validate(
     recorded = read_recorded(path)
     root = bundle_root or default_bundle_root()
     instance = cluster.instances[0]
+    if with_own_host:
+        own = own_host(read_log(path), load_hardware(instance.hardware).host)
+        instance = replace(instance, engine=replace(instance.engine, host=own, host_overhead_us=None))
+        cluster = replace(cluster, instances=(instance,))
     spec = instance_model(instance)
     deployed = deploy(instance, 0, root, allow_extrapolation)
     group = deployed.groups[0]
+    hosted = group if isinstance(group, HostedGroup) else None
     priced = priced_steps(
         steps,
         deployed.table_cost,
-        group.host if isinstance(group, HostedGroup) else None,
+        hosted.host if hosted else None,
         spec.indexer.attended_cap_tokens if spec.indexer else None,
+        hosted.behind if hosted else None,
     )
     result = replay(cluster, trace, bundle_root=root, allow_extrapolation=allow_extrapolation, keep_itl=True)
     comparison = compare_requests(path.name, simulated_requests(result), recorded)

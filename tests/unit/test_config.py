@@ -2,12 +2,15 @@
 
 import copy
 import json
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from profiler.core.errors import ConfigError
+from profiler.core.hardware import load_hardware
 from profiler.core.paths import data_root
 from profiler.core.types import Parallel
 from serving.config import UNLIMITED, EngineSettings, Overrides, load_cluster
@@ -191,6 +194,28 @@ def test_shipped_cluster_files_load():
     assert paths
     for path in paths:
         assert load_cluster(path).instances
+
+
+def test_a_host_of_its_own(tmp_path: Path) -> None:
+    """Its path counts from the cluster file; two statements of the host's time contradict."""
+    engine = {"host_file": "hosts/here.yaml"}
+    (tmp_path / "hosts").mkdir()
+    host = load_hardware("H200").host
+    assert host is not None
+    block = {name: one for name, one in asdict(host).items() if one is not None}
+    (tmp_path / "hosts" / "here.yaml").write_text(yaml.safe_dump({"host": block}))
+    path = tmp_path / "cluster.yaml"
+
+    def written(more: dict[str, Any]) -> Path:
+        instance = {"model": "zai-org/GLM-5", "hardware": "H200", "engine": engine | more}
+        path.write_text(yaml.safe_dump({"instances": [instance]}))
+        return path
+
+    assert load_cluster(written({})).instances[0].engine.host == host
+    with pytest.raises(ConfigError, match=r"cluster\.yaml: host_file and host_overhead_us both"):
+        load_cluster(written({"host_overhead_us": 0}))
+    with pytest.raises(ConfigError, match=r"absent\.yaml"):
+        load_cluster(written({"host_file": "absent.yaml"}))
 
 
 def test_graph_modes_and_capture_sizes(tmp_path: Path) -> None:

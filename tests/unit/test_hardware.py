@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from profiler.core.errors import ConfigError
-from profiler.core.hardware import TIERS, canonical_name, known_hardware, load_hardware
+from profiler.core.hardware import TIERS, HostLaunch, HostPart, canonical_name, known_hardware, load_hardware, load_host
 from profiler.core.paths import hardware_root
 
 
@@ -164,6 +164,21 @@ def test_a_host(tmp_path: Path) -> None:
     more = HOST.replace("  source", "  piecewise: {fixed_us: 1, per_layer_us: 2}\n  source")
     host = load_hardware("H100", with_host(tmp_path, more)).host
     assert host is not None and host.piecewise is not None and host.piecewise.per_layer_us == 2.0
+    assert host.prepare_prefill is None and host.launch_mixed is None
+    more += "  prepare_prefill: {fixed_us: 3, per_request_us: 4}\n  launch_mixed: {fixed_us: 5, per_layer_us: 6}\n"
+    host = load_hardware("H100", with_host(tmp_path, more)).host
+    assert host is not None
+    assert (host.prepare_prefill, host.launch_mixed) == (HostPart(3.0, 4.0), HostLaunch(5.0, 6.0))
+
+
+def test_a_file_of_a_host_alone(tmp_path: Path) -> None:
+    path = tmp_path / "own" / "host.yaml"
+    path.parent.mkdir()
+    path.write_text(HOST)
+    assert load_host(path) == load_hardware("H100", with_host(tmp_path, HOST)).host
+    path.write_text(HOST + "hosts: 1\n")
+    with pytest.raises(ConfigError, match="the file: unknown key 'hosts'; did you mean 'host'"):
+        load_host(path)
 
 
 @pytest.mark.parametrize(

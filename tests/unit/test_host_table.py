@@ -9,11 +9,11 @@ import yaml
 from click.testing import CliRunner
 
 from profiler.core.errors import ConfigError
-from profiler.core.hardware import load_hardware
+from profiler.core.hardware import HostPart, load_hardware
 from profiler.core.paths import hardware_root
 from serving.commands.host import command
 from serving.recording.files import steps_text
-from serving.recording.host_table import Linear, Log, host_block, layer_launch, linear, read_log, rows
+from serving.recording.host_table import Linear, Log, host_block, layer_launch, linear, own_host, read_log, rows
 from serving.recording.steps import Step
 
 META = {"model": "some model", "layers": 6, "mode": "decode-graphs", "vllm_version": "0.26.0"}
@@ -41,6 +41,21 @@ def step(decodes: int, prefills: int = 0, graph: str = "FULL", layers: int = 6, 
         gpu_start_s=1.0,
         updated_s=1.0 + (8_000.0 + 15.0 + 20.0 + 4.0 * n) / 1e6,
     )
+
+
+def mixed_log() -> Log:
+    """Prefills prepare 900 + 300 per prefill, and are launched in 40 us more per layer beside decodes."""
+
+    def with_prefills(decodes: int, prefills: int) -> Step:
+        one = step(decodes, prefills, "NONE")
+        launch = (one.forward_launch_us or 0.0) + (240.0 if decodes else 0.0)
+        return replace(
+            one, forward_launch_us=launch, launch_us=900.0 + 300.0 * prefills + launch + (one.input_wait_us or 0.0)
+        )
+
+    more = [with_prefills(d, p) for d, p in ((0, 1), (0, 3), (4, 1), (20, 2), (9, 3)) for _ in range(6)]
+    decodes = [one for one in log().steps if not one.prefill_requests]
+    return replace(log(), steps=(*decodes, *more))
 
 
 def log(layers: int = 6, asynchronous: bool = True) -> Log:
@@ -76,6 +91,31 @@ def test_what_is_printed_is_what_a_hardware_file_takes(tmp_path: Path) -> None:
 def test_steps_that_came_late_say_nothing_of_the_delivery() -> None:
     late = tuple(replace(one, wait_us=10.0) for one in log().steps)
     assert "tokens" not in host_block([replace(log(), steps=late)])
+
+
+def test_a_wait_for_the_thread_itself_is_no_delivery() -> None:
+    """Tokens that lay ready while the thread launched the next step, and waited 60 us for something else."""
+    late = tuple(replace(one, wait_us=60.0, updated_s=(one.updated_s or 0.0) + 0.02) for one in log().steps)
+    assert "tokens" not in host_block([replace(log(), steps=late)])
+
+
+def test_steps_with_prefills_have_parts_of_their_own() -> None:
+    block = host_block([mixed_log()])
+    assert block["prepare"] == {"fixed_us": 400.0, "per_request_us": 2.0}
+    assert block["prepare_prefill"] == {"fixed_us": 900.0, "per_request_us": 300.0}
+    assert block["launch"] == {"fixed_us": 0.0, "per_layer_us": round(2_900.0 + 700.0 / 6, 1)}
+    assert block["launch_mixed"] == {"fixed_us": 0.0, "per_layer_us": round(2_940.0 + 700.0 / 6, 1)}
+
+
+def test_the_host_of_one_recording() -> None:
+    """Without asynchronous scheduling its books wait for the tokens, so these are as elsewhere."""
+    whole = own_host(mixed_log(), None)
+    assert whole.schedule == HostPart(50.0, 3.0) and whole.prepare_prefill == HostPart(900.0, 300.0)
+    elsewhere = replace(whole, bookkeep=HostPart(77.0, 7.0), schedule=HostPart(1.0, 1.0))
+    found = own_host(replace(mixed_log(), asynchronous=False), elsewhere)
+    assert (found.bookkeep, found.schedule) == (HostPart(77.0, 7.0), HostPart(50.0, 3.0))
+    with pytest.raises(ConfigError, match="its log does not tell bookkeep of the host"):
+        own_host(replace(mixed_log(), asynchronous=False), None)
 
 
 def test_no_part_is_negative() -> None:

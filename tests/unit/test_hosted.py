@@ -1,7 +1,8 @@
 """The host's time in the step clock: closed forms, and the stand-in engine whose every part is known."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import NamedTuple
 
 import pytest
 import vllm_stand_in as stand_in
@@ -9,7 +10,7 @@ from simulated import engine, replayed, request
 from test_step_log import FORWARD_US, fake_vllm, played, trace
 
 from profiler.core.hardware import Host, HostLaunch, HostPart
-from serving.core.hosted import HostedGroup, HostTimes
+from serving.core.hosted import Behind, HostedGroup, HostTimes
 from serving.core.scheduler import Limits
 from serving.core.shape import StepShape
 from serving.cost.host import TableHost
@@ -127,12 +128,15 @@ def test_how_steps_are_launched():
         source="here",
     )
     graphs = TableHost(host, 6, 512, False, True)
-    assert graphs.times([decodes]) == (93_000, 0, 6_500, 0)
-    assert graphs.times([shape]) == (0, 700_000 + 6 * 2_900_000, 7_000, 0)
+    assert graphs.times([decodes]) == (93_000, 0, 6_500, 0, 0, 0)
+    launch_ns = 700_000 + 6 * 2_900_000
+    assert graphs.times([shape]) == (0, launch_ns, 7_000, 0, 0, launch_ns)
     assert graphs.times([shape, None, decodes]) == graphs.times([shape])
     assert graphs.times([None, decodes]) == graphs.times([decodes])
-    assert TableHost(host, 6, 512, True, True).times([shape]).launch_ns == 100_000 + 6 * 400_000
-    assert TableHost(host, 6, 64, True, True).times([shape]) == graphs.times([shape])
+    compiled = TableHost(host, 6, 512, True, True).times([shape])
+    assert (compiled.launch_ns, compiled.layers_ns) == (100_000 + 6 * 400_000, 0)
+    assert TableHost(host, 6, 64, True, True).times([shape]) == compiled
+    assert TableHost(replace(host, piecewise=None), 6, 64, True, True).times([shape]).launch_ns == 0
     assert TableHost(host, 6, 0, False, True).times([decodes]).launch_ns == 700_000 + 6 * 2_900_000
 
 
@@ -146,7 +150,62 @@ def test_the_books_wait_for_the_tokens_without_asynchronous_scheduling():
         source="here",
     )
     decodes = StepShape((), 3, 30, 10, 30, 3)
-    assert TableHost(host, 6, 512, False, True).times([decodes]) == (3_000, 101_000, 2_000, 10_000)
-    assert TableHost(host, 6, 512, False, False).times([decodes]) == (3_000, 1_000, 102_000, 10_000)
+    assert TableHost(host, 6, 512, False, True).times([decodes])[:4] == (3_000, 101_000, 2_000, 10_000)
+    assert TableHost(host, 6, 512, False, False).times([decodes])[:4] == (3_000, 1_000, 102_000, 10_000)
     added = TableHost(host, 6, 512, False, False, HostPart(4.0, 1.0))
     assert added.times([decodes]).before_ns == 3_000 + 7_000
+
+
+MIXED = Host(
+    **{name: HostPart(0.0, 0.0) for name in ("schedule", "replay", "sample", "bookkeep", "tokens", "update", "output")},
+    prepare=HostPart(10.0, 1.0),
+    launch=HostLaunch(5.0, 20.0),
+    piecewise=None,
+    source="here",
+    prepare_prefill=HostPart(30.0, 7.0),
+    launch_mixed=HostLaunch(6.0, 25.0),
+)
+
+
+def test_prefills_and_steps_of_both_kinds_have_times_of_their_own():
+    host = TableHost(MIXED, 6, 512, False, True, first_layers=2)
+    decodes = StepShape((), 3, 30, 10, 30, 3)
+    prefills = StepShape(((100, 0), (50, 0)), 0, 0, 0, 0, 2)
+    both = StepShape(((100, 0),), 3, 30, 10, 30, 4)
+    assert host.times([decodes])[:2] == (13_000, 0)
+    assert host.times([prefills]) == (44_000, 125_000, 0, 0, 45_000, 125_000)
+    assert host.times([both]) == (37_000, 156_000, 0, 0, 56_000, 156_000)
+    # Of two ranks one launches prefills, the other decodes; none launches both.
+    assert host.times([prefills, decodes]).launch_ns == 125_000
+    untold = TableHost(replace(MIXED, prepare_prefill=None, launch_mixed=None), 6, 512, False, True)
+    assert untold.times([both])[:2] == (14_000, 125_000)
+
+
+class Fixed(NamedTuple):
+    ns: int
+
+    def step_ns(self, shapes: object) -> int:
+        return self.ns
+
+
+@pytest.mark.parametrize(
+    ("kernels", "behind_first", "first", "layers", "expected"),
+    [
+        (100, 60, 10, 30, 100),  # the device is slower than the launches
+        (100, 80, 40, 50, 120),  # it idles among the first layers, and the others hold it up
+        (100, 20, 40, 170, 175),  # it idles all along, and runs the head at the end
+    ],
+)
+def test_the_device_ends_no_earlier_than_what_is_launched_late_lets_it(kernels, behind_first, first, layers, expected):
+    times = HostTimes(0, layers, 0, 0, first, layers)
+    behind = Behind(Fixed(behind_first), Fixed(5))
+
+    class Launching:
+        def times(self, shapes: object) -> HostTimes:
+            return times
+
+    group = HostedGroup([engine()], Fixed(kernels), Launching(), behind=behind)
+    (record,), _ = replayed([group], [request(prompt=5, output=1)])
+    assert record.first_token_ns == expected
+    assert behind.end_ns(7, HostTimes(0, layers, 0, 0), ()) == 7
+    assert Behind(None, Fixed(5)).end_ns(7, times, ()) == 7 + layers + 5

@@ -1,18 +1,19 @@
 """Recordings against the simulator: steps of the stand-in engine, and recordings whose differences are known."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from click.testing import CliRunner
 from test_hosted import HOST
 from test_step_log import FORWARD_US, fake_vllm, played, trace
 
 from profiler.core.errors import ConfigError
-from profiler.core.hardware import HostPart, load_hardware
+from profiler.core.hardware import Host, HostPart, load_hardware
 from profiler.core.load import sha256_of
 from profiler.core.paths import default_bundle_root
 from serving.capacity import memory_budget
@@ -155,7 +156,7 @@ def recording(folder: Path, scale: float, engine: dict[str, Any] | None = None) 
     return path
 
 
-ENGINE = {"own_num_gpu_blocks": 100, "memory_gib": {"available_kv_cache_memory": 20.0}}
+ENGINE = {"own_num_gpu_blocks": 100, "async_scheduling": True, "memory_gib": {"available_kv_cache_memory": 20.0}}
 
 
 def test_a_recording_of_prices_has_no_error(tmp_path: Path) -> None:
@@ -165,6 +166,26 @@ def test_a_recording_of_prices_has_no_error(tmp_path: Path) -> None:
         assert abs(one.difference_percent) < 0.05, "stamps are whole microseconds"
     assert {kind: one.steps for kind, one in found.step.items()} == {"first": 1, "decode": 3, "all": 4}
     assert max(abs(one.total) for one in (*found.step.values(), *found.device.values())) < 0.05
+
+
+def test_the_host_of_the_recording_itself(tmp_path: Path) -> None:
+    """It counts in place of what the cluster file states; a log without the host's parts leaves the GPU's file's."""
+    path = recording(tmp_path, 1.0)
+    found = validate(path, with_own_host=True)
+    launch = load_hardware("H200").host
+    assert launch is not None and found.step["first"].total > 0.0
+    text = (path / "config.json").read_text().replace('"host_overhead_us": 0', '"host_file": "host.yaml"')
+    (path / "config.json").write_text(text)
+    (path / "host.yaml").write_text(yaml.safe_dump({"host": _block(launch)}))
+    assert validate(path).step == found.step
+    (path / "host.yaml").write_text(
+        yaml.safe_dump({"host": _block(launch) | {"launch": {"fixed_us": 0, "per_layer_us": 0}}})
+    )
+    assert validate(path).step["first"].total < found.step["first"].total
+
+
+def _block(host: Host) -> dict[str, Any]:
+    return {name: one for name, one in asdict(host).items() if one is not None}
 
 
 def test_an_error_is_found_and_written(tmp_path: Path) -> None:
