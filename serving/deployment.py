@@ -27,7 +27,6 @@ from serving.core.host_tier import HostMemory, HostUse, TieredPool
 from serving.core.hosted import Behind, HostedGroup
 from serving.core.pipeline import PipelineGroup
 from serving.core.scheduler import Limits, Scheduler
-from serving.core.shape import StepCost
 from serving.core.walk import WalkEngine, WalkScheduler
 from serving.cost import PipelineCost, TableCost, build_cost, default_capture_sizes
 from serving.cost.build import Stage, build_pipeline
@@ -339,18 +338,24 @@ def _table_host(
         host=host,
         layers=spec.num_layers,
         first_layers=_first_layers(spec),
+        experts_last=spec.layers[-1].mlp == "moe",
         largest_graph_tokens=max(sizes, default=0),
         compiled=not engine.eager and engine.graph_mode != "FULL_DECODE_ONLY",
         asynchronous=asynchronous,
     )
 
 
-def _behind(priced: Callable[..., StepCost], spec: ModelSpec, table_host: TableHost) -> Behind:
-    def last_layers(start: int) -> StepCost:
-        return priced(stage=Stage(replace(spec, layers=spec.layers[start:]), False, True))
+def _behind(priced: Callable[..., AnyCost], spec: ModelSpec, table_host: TableHost) -> Behind:
+    def last_layers(count: int) -> TableCost:
+        cost = priced(stage=Stage(replace(spec, layers=spec.layers[spec.num_layers - count :]), False, True))
+        assert isinstance(cost, TableCost)
+        return cost
 
     first = table_host.first_layers
-    return Behind(last_layers(first) if first else None, last_layers(spec.num_layers))
+    head = last_layers(0)
+    if table_host.experts_last:
+        head = replace(head, by_group_tokens=last_layers(1).by_group_tokens)
+    return Behind(last_layers(spec.num_layers - first) if first else None, head)
 
 
 def _host_source(engine: EngineSettings, table_host: TableHost | None) -> str:

@@ -7,9 +7,9 @@ in flight goes round once more before it waits. Without, it waits for the step t
 
 The device begins a step when it has ended the one before and the first kernel is launched. Kernels that are launched
 one by one end no earlier than from their launch on: the device has idled among layers that it runs faster than they are
-launched, so it ends no earlier than the head needs behind the launch of all layers, and, where a stack begins with
-layers of another kind (dense ones before experts), than the others need behind the launch of these. A step ends, and
-its tokens are known, when the thread has updated the scheduler.
+launched, so it ends no earlier than the last layer's experts and the head need behind the launch of what comes before,
+and, where a stack begins with layers of another kind (dense ones before experts), than the others need behind the
+launch of these. A step ends, and its tokens are known, when the thread has updated the scheduler.
 """
 
 from collections import deque
@@ -24,7 +24,8 @@ from serving.core.shape import StepCost, StepShape
 class HostTimes(NamedTuple):
     """Nanoseconds of the host's thread for one step: before its first launch, launching, and once its tokens are there
     until they are known; then making the outputs. first_ns: of launching, the layers ahead of those of another kind,
-    layers_ns: all layers; both 0 where they are not launched kernel by kernel."""
+    layers_ns: all layers, up to the experts of the last one where it has some; both 0 where they are not launched
+    kernel by kernel."""
 
     before_ns: int
     launch_ns: int
@@ -35,9 +36,10 @@ class HostTimes(NamedTuple):
 
 
 class Behind(NamedTuple):
-    """Costs of what the device runs behind the first layers, with the head, and behind all layers, the head alone.
+    """Costs of what the device runs behind the launches of HostTimes.first_ns and of layers_ns, up to the end.
 
-    first: None where all layers are of one kind.
+    first: the other layers and the head, None where all layers are of one kind. layers: the last layer's experts, if it
+    has some, and the head.
     """
 
     first: StepCost | None

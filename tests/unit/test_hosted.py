@@ -177,6 +177,8 @@ def test_prefills_and_steps_of_both_kinds_have_times_of_their_own():
     assert host.times([both]) == (37_000, 156_000, 0, 0, 56_000, 156_000)
     # Of two ranks one launches prefills, the other decodes; none launches both.
     assert host.times([prefills, decodes]).launch_ns == 125_000
+    with_experts = TableHost(MIXED, 6, 512, False, True, first_layers=2, experts_last=True).times([prefills])
+    assert with_experts == (44_000, 125_000, 0, 0, 45_000, 125_000 - round(20_000 * 12 / 51))
     untold = TableHost(replace(MIXED, prepare_prefill=None, launch_mixed=None), 6, 512, False, True)
     assert untold.times([both])[:2] == (14_000, 125_000)
 
