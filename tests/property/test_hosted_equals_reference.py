@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from simulated import LinearCost, engine, group, plain_engine, plain_request, replayed, request
 from test_core_equals_reference import TIGHT, Case, cases
 
-from serving.core.hosted import HostedGroup, HostTimes
+from serving.core.hosted import Behind, HostedGroup, HostTimes
 
 
 @dataclass(frozen=True)
@@ -21,11 +21,15 @@ class LinearHost:
 
     def times(self, shapes):
         most = max((one.decode_requests + len(one.prefills) for one in shapes if one), default=1)
-        return HostTimes(*(one + self.per_request_ns * most for one in self.fixed))
+        *parts, first_ns, layers_ns = self.fixed
+        return HostTimes(*(one + self.per_request_ns * most for one in parts), first_ns, layers_ns)
 
 
 SOME = st.sampled_from([0, 0, 1, 70, 900, 5_000])
-HOSTS = st.builds(LinearHost, st.builds(HostTimes, SOME, SOME, SOME, SOME), st.sampled_from([0, 0, 3, 200]))
+HOSTS = st.builds(LinearHost, st.builds(HostTimes, SOME, SOME, SOME, SOME, SOME, SOME), st.sampled_from([0, 0, 3, 200]))
+BEHIND = st.none() | st.builds(
+    Behind, st.none() | st.builds(LinearCost, SOME, SOME, st.just(0)), st.builds(LinearCost, SOME, SOME, st.just(0))
+)
 NO_HOST = LinearHost(HostTimes(0, 0, 0, 0))
 COST = LinearCost()
 
@@ -45,9 +49,9 @@ def requests_of(case, make):
     return [make(i, prompt, out, at, keys, rank) for i, (at, prompt, out, keys, rank) in enumerate(case.rows)]
 
 
-def of_core(case, host):
+def of_core(case, host, behind=None):
     engines = [engine(index, asynchronous=case.asynchronous, **options(case)) for index in range(case.ranks)]
-    hosted = HostedGroup(engines, COST, host, asynchronous=case.asynchronous)
+    hosted = HostedGroup(engines, COST, host, behind=behind, asynchronous=case.asynchronous)
     return replayed([hosted], requests_of(case, request))[0], hosted
 
 
@@ -56,15 +60,16 @@ def times_of(record):
 
 
 @settings(deadline=None, max_examples=300)
-@given(cases(), HOSTS)
+@given(cases(), HOSTS, BEHIND)
 @example(Case(((0, 8, 20, (), 0), (0, 8, 20, (), 0), (0, 8, 20, (), 0)), TIGHT, num_blocks=12, asynchronous=True),
-         LinearHost(HostTimes(50, 900, 30, 10)))  # fmt: skip
-def test_the_group_runs_as_the_program(case, host):
+         LinearHost(HostTimes(50, 900, 30, 10)), None)  # fmt: skip
+def test_the_group_runs_as_the_program(case, host, behind):
     # Tokens of ranks that step in lockstep are scheduled alike; the order of the ranks is that of the router.
-    records, hosted = of_core(case, host)
+    records, hosted = of_core(case, host, behind)
     requests = requests_of(case, plain_request)
     engines = [plain_engine(index, **options(case)) for index in range(case.ranks)]
-    steps = reference.hosted.run(engines, COST, host, case.asynchronous, requests)
+    rest = (behind.first, behind.layers) if behind else ()
+    steps = reference.hosted.run(engines, COST, host, case.asynchronous, requests, *rest)
     for got, asked in zip(records, requests, strict=True):
         finish_ns = asked.token_ns[-1] if asked.outcome == "finished" else None
         expected = (asked.queued_ns, asked.scheduled_ns, asked.token_ns[0] if asked.token_ns else None, finish_ns,

@@ -9,7 +9,13 @@ from serving.core.shape import StepCost
 
 
 def run(
-    engines: Sequence[Engine], cost: StepCost, host: HostCost, asynchronous: bool, requests: Sequence[Request]
+    engines: Sequence[Engine],
+    cost: StepCost,
+    host: HostCost,
+    asynchronous: bool,
+    requests: Sequence[Request],
+    behind_first: StepCost | None = None,
+    behind_layers: StepCost | None = None,
 ) -> list[tuple[int, int]]:
     """Replay `requests`, sorted by arrival, on ranks in lockstep, in turn; (begin of the launch, end on the device) of
     every step."""
@@ -42,6 +48,9 @@ def run(
             begin_ns = thread_ns
             thread_ns += times.launch_ns
             device_ns = max(max(device_ns, begin_ns) + cost.step_ns(step.shapes), thread_ns)
+            for rest, after_ns in ((behind_first, times.first_ns), (behind_layers, times.layers_ns)):
+                if rest is not None and times.layers_ns > 0:
+                    device_ns = max(device_ns, begin_ns + after_ns + rest.step_ns(step.shapes))
             seen.append((begin_ns, device_ns))
             in_flight.append((device_ns, step, times.update_ns, times.output_ns))
         elif sum(one.preemptions for one in requests) > before:
