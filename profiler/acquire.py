@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from profiler.bind import never_dense
-from profiler.borrow import Lender, lent_tables, with_origin
+from profiler.borrow import TP, Lender, lent_tables, with_origin
 from profiler.card import CPU, check_card, choose_engine, hardware_name
 from profiler.contract import REPLAY_CATEGORIES, check_execution, execution_of, replay_spec
-from profiler.core.bundle import Table, read_bundle, table_text, write_bundle
+from profiler.core.bundle import Bundle, Table, read_bundle, table_text, write_bundle
 from profiler.core.errors import AcquisitionError, ConfigError
 from profiler.core.hardware import load_hardware
 from profiler.core.kv import KV_DTYPES, kv_layout
@@ -19,10 +19,11 @@ from profiler.core.registry import load_model, load_model_config
 from profiler.core.shots import Shot
 from profiler.core.skew_fit import SkewFit
 from profiler.core.types import Category, ModelSpec, Parallel
-from profiler.engines.base import Engine, EngineOptions, ShotResult, create_engine, find_binding, most_repeats
+from profiler.engines.base import Binding, Engine, EngineOptions, ShotResult, create_engine, find_binding, most_repeats
 from profiler.kernels._axes import Limits
 from profiler.kernels._placement import ran_of
 from profiler.kernels.moe import local_experts
+from profiler.passes import EXPERTS
 from profiler.power import sample_power, with_power
 from profiler.recheck import suspects
 from profiler.samples import Run, append_power, append_result, plain_info, read_runs, start_run
@@ -39,7 +40,15 @@ from profiler.sweep import (
     split_by_memory,
     split_by_prefills,
 )
-from profiler.tabulate import Acquired, bundle_meta, config_sha256, tabulate, variant_of
+from profiler.tabulate import (
+    Acquired,
+    bundle_meta,
+    config_sha256,
+    tabulate,
+    variant_of,
+    with_earlier_passes,
+    with_own_passes,
+)
 from profiler.visits import one_engine
 
 SM90: Final = "sm90"
@@ -335,8 +344,8 @@ def publish(
     """Binds the runs of one tp and writes what is complete. Returns (bundle or None, what was acquired).
 
     Tables that the bundle has already, equal to the last digit, are left as they are, and what meta.yaml says of them,
-    unless `force` is given. lender: gives its tables to the bundle where any was acquired. Errors as `tabulate`,
-    `lent_tables` and `write_bundle`.
+    unless `force` is given. lender: gives its tables to the bundle where any was acquired; all experts together are
+    those of the runs' own passes. Errors as `tabulate`, `lent_tables`, `with_own_passes` and `write_bundle`.
     """
     tp = runs[-1].tp
     binding = find_binding(runs[-1].info, job.contract)
@@ -345,6 +354,7 @@ def publish(
     folder = bundle_folder(out_root, runs[-1], job.contract)
     bundle = read_bundle(folder) if (folder / "meta.yaml").exists() else None
     there = bundle.tables if bundle else {}
+    acquired = _with_earlier_passes(acquired, bundle, target.spec)
     tables = {
         (tp, category): table
         for category, table in acquired.tables.items()
@@ -356,6 +366,7 @@ def publish(
         own_too = [category for _, category in lent.tables if category in acquired.tables]
         if own_too and not force:
             raise ConfigError(f"{folder}: has tp{tp}/{own_too[0]}.csv already. --force replaces it.")
+        lent = _with_own_passes(lent, runs, target.spec, binding)
         shared = Shared({**shared.tables, **lent.tables}, {**shared.grid, **lent.grid})
     tables |= shared.tables
     if tables:
@@ -367,6 +378,30 @@ def publish(
         acquired = replace(acquired, grid={**acquired.grid, **shared.grid, **reports})
         write_bundle(out_root, meta | {"grid": dict(acquired.grid)}, tables, force, fits)
     return (folder if acquired.tables else None), acquired
+
+
+def _with_earlier_passes(acquired: Acquired, bundle: Bundle | None, spec: ModelSpec) -> Acquired:
+    """Experts measured without any pass, as one table anew is, keep the cells of passes that the bundle has: those are
+    of the passes of other tables, which stay too."""
+    name = f"tp{TP}/{EXPERTS}"
+    if bundle is None or acquired.tp != TP or EXPERTS not in acquired.tables:
+        return acquired
+    origins = (bundle.meta["grid"].get(name) or {}).get("whole_passes")
+    if not origins or "whole_passes" in acquired.grid[name]:
+        return acquired
+    own, earlier = acquired.tables[EXPERTS], bundle.tables[TP, EXPERTS]
+    table, entry = with_earlier_passes(own, acquired.grid[name], earlier, origins, spec)
+    return replace(acquired, tables={**acquired.tables, EXPERTS: table}, grid={**acquired.grid, name: entry})
+
+
+def _with_own_passes(lent: Shared, runs: Sequence[Run], spec: ModelSpec, binding: Binding) -> Shared:
+    """Lent tables, that of experts with the whole passes of these runs in it."""
+    at: tuple[int, Category] = (TP, EXPERTS)
+    name = f"tp{TP}/{EXPERTS}"
+    if at not in lent.tables:
+        return lent
+    table, entry = with_own_passes(lent.tables[at], lent.grid[name], runs, spec, binding)
+    return Shared({**lent.tables, at: table}, {**lent.grid, name: entry})
 
 
 def _fitted(

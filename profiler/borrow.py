@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from profiler.core.bundle import Bundle, read_bundle
+from profiler.core.bundle import Bundle, read_bundle, table_path, write_bundle
 from profiler.core.errors import ConfigError
 from profiler.core.types import Category, ModelSpec
 from profiler.engines.base import EngineInfo
@@ -132,11 +132,31 @@ def lent_tables(lender: Lender, meta: Mapping[str, Any]) -> Shared:
         entry = source.meta["grid"].get(name, {})
         file = source.meta["files"].get(f"{name}.csv", {})
         origin = {"kv_layout": source.meta["kv"]["layout"], "measured_at": file.get("measured_at")}
+        if "from" in entry:
+            origin["from"] = entry["from"]
         found.tables[TP, category] = source.tables[TP, category]
         found.grid[name] = {**entry, "from": origin}
-        if (run := entry.get("run")) in source.meta["grid"]:
-            found.grid[run] = source.meta["grid"][run]
+        for run in (entry.get("run"), *(passes["run"] for passes in entry.get("whole_passes", ()))):
+            if run in source.meta["grid"]:
+                found.grid[run] = source.meta["grid"][run]
     return found
+
+
+def take_experts(root: Path, bundle: Bundle, path: Path) -> Path:
+    """Replaces a bundle's table of experts by that of the bundle at `path`, of another KV layout; returns its folder.
+
+    Time and command in `files` are those of the table taken. Raises ConfigError when it was measured otherwise.
+    """
+    meta = bundle.meta
+    sources = read_sources([path], meta["model"], meta["hardware"], meta["model_config_sha256"])
+    if not sources.bundles or sources.bundles[0].meta["variant"] == meta["variant"]:
+        raise ConfigError(f"{path}: a bundle of another KV layout than {bundle.path} is needed")
+    source = sources.bundles[0]
+    lent = lent_tables(Lender(source, (CATEGORY,)), meta)
+    entry = source.meta["files"][table_path(TP, CATEGORY)]
+    stamp = {key: entry[key] for key in ("measured_at", "command") if key in entry}
+    grid = {**meta["grid"], **lent.grid}
+    return write_bundle(root, {**meta, "grid": grid}, lent.tables, force=True, stamps={(TP, CATEGORY): stamp})
 
 
 def _index_bytes(meta: Mapping[str, Any]) -> list[Any]:

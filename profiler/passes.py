@@ -4,17 +4,32 @@ An engine that runs whole passes multiplies every token of a batch by the same m
 to, so that a pass of another table (66 decodes, a chunk of 257 tokens) also says what the projections take at its
 number of tokens. Block-scaled products step behind 64, 128 and 256 tokens, where decode batches are, and no line
 through few points finds that.
+
+The same pass runs all experts of a layer behind the engine's own router. That is what the engine does; an expert shot
+calls their kernel alone, with routing drawn by the model's rule.
 """
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
 
 from profiler.bind import Row, bind
+from profiler.core.bundle import Table, Value
+from profiler.core.even_load import activated_experts
 from profiler.core.shots import Fill, Shot
-from profiler.core.types import ModelSpec
+from profiler.core.types import Category, ModelSpec, MoeDims
 from profiler.engines.base import Binding, EngineInfo
+from profiler.kernels._components import names_of
 from profiler.kernels.dense import BY_REQUESTS, CATEGORY
+from profiler.timing import median, spread_rel
 from profiler.visits import Latest
+
+EXPERTS: Final[Category] = "moe"
+
+# A row of the table of experts: layer, ep, tokens, activated_experts, local_pairs, time_us, spread_rel.
+Cell = tuple[Value, ...]
+_ACTIVATED: Final = 3
 
 
 def dense_of_passes(measured: Latest, spec: ModelSpec, info: EngineInfo, binding: Binding) -> list[Row]:
@@ -56,3 +71,112 @@ def _rows(
 
 def _size(shot: Shot) -> tuple[int, int]:
     return len(shot.requests), shot.kv_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertPasses:
+    """All experts of a rank (ep 1) in whole passes, ascending by tokens.
+
+    rows: microseconds of one call, keyed by (ep, tokens, experts that one token reaches, pairs), which is the least
+    that such a pass has read. passes: how many passes stand behind each number of tokens.
+    """
+
+    rows: tuple[Row, ...] = ()
+    passes: Mapping[int, int] = field(default_factory=dict)
+
+    def cells(self, moe: MoeDims) -> list[Cell]:
+        """Rows of the table. Their activated experts are those expected of independent tokens, to a hundredth (to a
+        whole one, two tokens would be 1.6 % off): how many a pass reached was not counted."""
+        found: list[Cell] = []
+        for row in self.rows:
+            ep, tokens, _, pairs = (int(value) for value in row.key)
+            reached = round(activated_experts(moe, ep, tokens), 2)
+            spread = round(row.spread_rel, 4)
+            found.append((row.name, ep, tokens, reached, pairs, float(f"{row.time_us:.6g}"), spread))
+        return found
+
+
+def experts_of_passes(measured: Latest, spec: ModelSpec, info: EngineInfo, binding: Binding) -> ExpertPasses:
+    """All experts at every number of tokens that a pass had, one row each; none where no whole pass was run.
+
+    The time is the median over all passes of as many tokens, decodes and prefills alike, each with the median of its
+    repeats. One pass is one draw of the routing, since its repeats have the same tokens, and draws of 16 to 48 tokens
+    scatter by 3 to 5 % (standard deviation over 8 to 30 passes each, DeepSeek-V3.2 on an H200), so the one with the
+    fewest requests would be no better than any other. Passes on either attention path count: the experts see neither,
+    and of 257 to 1,024 tokens both take the same within 0.2 %. Passes that ask for the dense path and run another are
+    no cells (`profiler.bind.never_dense`). The spread is (p90 - p10) / median over the passes, of a single one that of
+    its repeats.
+    """
+    moe = spec.moe
+    if moe is None or not info.whole_forward:
+        return ExpertPasses()
+    names = names_of(spec, EXPERTS)
+    shots, ran = list(measured.shots), []
+    for index, result in measured.results.items():
+        shot = shots[index]
+        if shot.moe is None and result.failure is None:
+            key = (1, shot.new_tokens, moe.topk, shot.new_tokens * moe.topk)
+            shots[index] = replace(shot, fills=(Fill(EXPERTS, key, names),))
+            ran.append(result)
+    return _joined(bind(ran, shots, spec, info, binding).rows)
+
+
+def _joined(rows: Iterable[Row]) -> ExpertPasses:
+    """One row of each component and key, from those of single passes."""
+    of_key: dict[tuple[int, str], list[Row]] = defaultdict(list)
+    for row in rows:
+        of_key[int(row.key[1]), row.name].append(row)
+    found, passes = [], {}
+    for (tokens, _), own in sorted(of_key.items()):
+        times = [row.time_us for row in own]
+        spread = spread_rel(times) if len(own) > 1 else own[0].spread_rel
+        found.append(replace(own[0], time_us=median(times), spread_rel=spread))
+        passes[tokens] = len(own)
+    return ExpertPasses(tuple(found), passes)
+
+
+def with_passes(cells: Iterable[Cell], passes: Iterable[Cell]) -> list[Cell]:
+    """Cells of a table of experts in which those of passes replace the even load of as many tokens.
+
+    Of a number of tokens that is the cell that reaches most experts, as lookups read it (profiler.core.grid_moe).
+    Others, of uneven popularity, stay, and so does every other degree of expert parallelism.
+    """
+    there, new = list(cells), list(passes)
+    replaced = {cell[:_ACTIVATED] for cell in new}
+    most: dict[Cell, float] = defaultdict(float)
+    for cell in there:
+        most[cell[:_ACTIVATED]] = max(most[cell[:_ACTIVATED]], float(cell[_ACTIVATED]))
+    kept = [c for c in there if c[:_ACTIVATED] not in replaced or float(c[_ACTIVATED]) < most[c[:_ACTIVATED]]]
+    return kept + new
+
+
+def cells_of_passes(table: Table, origins: Iterable[Mapping[str, Any]]) -> list[Cell]:
+    """The cells of a table of experts that are of whole passes, as `whole_passes` of meta.yaml has their origins."""
+    at = {(int(one["ep"]), int(tokens)) for one in origins for tokens in str(one["tokens"]).split()}
+    found: dict[Cell, Cell] = {}
+    for cell in table.rows():
+        own = cell[:_ACTIVATED]
+        if own[1:] in at and (own not in found or float(cell[_ACTIVATED]) > float(found[own][_ACTIVATED])):
+            found[own] = cell
+    return list(found.values())
+
+
+def origin_of(passes: ExpertPasses, run: str, kv_layout: str) -> dict[str, Any]:
+    """What meta.yaml keeps of the cells of passes: which run and cache they had, and how many passes each number of
+    tokens."""
+    return {
+        "ep": 1,
+        "tokens": " ".join(map(str, passes.passes)),
+        "passes": " ".join(map(str, passes.passes.values())),
+        "time_us": "measured, median over the passes of as many tokens",
+        "activated_experts": "computed, those expected of independent tokens",
+        "kv_layout": kv_layout,
+        "run": run,
+    }
+
+
+def remaining_origin(origin: Mapping[str, Any], newer: ExpertPasses) -> dict[str, Any]:
+    """An earlier origin without the numbers of tokens that newer passes have; empty when none is left."""
+    pairs = zip(str(origin["tokens"]).split(), str(origin["passes"]).split(), strict=True)
+    left = {tokens: passes for tokens, passes in pairs if int(tokens) not in newer.passes}
+    return {**origin, "tokens": " ".join(left), "passes": " ".join(left.values())} if left else {}

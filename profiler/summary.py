@@ -1,6 +1,6 @@
 """What a bundle holds, in a few lines per table: rows, range, spread, error of interpolation."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,8 @@ from profiler.quality import quality
 @dataclass(frozen=True, slots=True)
 class TableSummary:
     """quality: as `profiler.quality.quality` gives it, empty when the model's configuration is not here. origin: `from`
-    of meta.yaml where another degree's or another KV layout's measurement stands here, else empty."""
+    of meta.yaml where another degree's or another KV layout's measurement stands here, else empty. whole_passes: where
+    the experts' cells of whole passes are from, as meta.yaml has it."""
 
     tp: int
     category: Category
@@ -27,6 +28,7 @@ class TableSummary:
     most_us: float
     quality: Mapping[str, Any]
     origin: Mapping[str, Any]
+    whole_passes: tuple[Mapping[str, Any], ...] = ()
 
 
 def summarise(bundle: Bundle) -> list[TableSummary]:
@@ -55,7 +57,8 @@ def _table(tp: int, category: Category, bundle: Bundle, spec: ModelSpec | None) 
     entry = (bundle.meta.get("grid") or {}).get(f"tp{tp}/{category}") or {}
     found = entry.get("quality") or (quality(table, spec, ran_of(bundle.meta, spec, tp)) if spec else {})
     origin = entry.get("from") or {}
-    return TableSummary(tp, category, len(table), table.names, axes, min(times), max(times), found, origin)
+    passes = tuple(entry.get("whole_passes") or ())
+    return TableSummary(tp, category, len(table), table.names, axes, min(times), max(times), found, origin, passes)
 
 
 def skew_of(bundle: Bundle, tp: int) -> Mapping[str, Any]:
@@ -71,11 +74,20 @@ def percent(found: Mapping[str, Any], name: str) -> str:
     return f"p50 {value['p50']:.1%} p90 {value['p90']:.1%}" if value else "-"
 
 
-def origin_text(origin: Mapping[str, Any]) -> str:
-    """`of tp 1`, `of the bf16 cache`; nothing for a table that was measured as it stands."""
-    if "tp" in origin:
-        return f"of tp {origin['tp']}"
-    return f"of the {origin['kv_layout']} cache" if "kv_layout" in origin else ""
+def origin_text(origin: Mapping[str, Any], whole_passes: Sequence[Mapping[str, Any]] = ()) -> str:
+    """`of tp 1`, `of the bf16 cache`, `ep 1 in whole passes of the fp8_ds_mla cache, the rest of the bf16 cache`;
+    nothing for a table that was measured as it stands. Of a table lent on, the first lender is named."""
+    while "from" in origin:
+        origin = origin["from"]
+    lent = f"of tp {origin['tp']}" if "tp" in origin else ""
+    if "kv_layout" in origin:
+        lent = f"of the {origin['kv_layout']} cache"
+    if not whole_passes:
+        return lent
+    if not lent:
+        return f"ep {whole_passes[0]['ep']} in whole passes"
+    caches = " and ".join(dict.fromkeys(str(one["kv_layout"]) for one in whole_passes))
+    return f"ep {whole_passes[0]['ep']} in whole passes of the {caches} cache, the rest {lent}"
 
 
 def share(found: Mapping[str, Any]) -> str:

@@ -13,6 +13,7 @@ from profiler.card import CPU
 from profiler.contract import execution_of, variant_suffix
 from profiler.core.bundle import SCHEMA_VERSION, Table, make_table
 from profiler.core.errors import AcquisitionError
+from profiler.core.grid import number
 from profiler.core.hardware import Hardware, load_hardware
 from profiler.core.naming import variant_name
 from profiler.core.shots import Key, Shot
@@ -23,7 +24,17 @@ from profiler.engines.base import Binding, EngineInfo
 from profiler.kernels._axes import Limits
 from profiler.kernels._components import ATTENTION_LIKE, categories_of
 from profiler.kernels._placement import Ran, ran_of
-from profiler.passes import dense_of_passes
+from profiler.passes import (
+    EXPERTS,
+    Cell,
+    ExpertPasses,
+    cells_of_passes,
+    dense_of_passes,
+    experts_of_passes,
+    origin_of,
+    remaining_origin,
+    with_passes,
+)
 from profiler.quality import quality
 from profiler.recheck import check_outliers
 from profiler.samples import Run
@@ -86,12 +97,17 @@ def tabulate(runs: Sequence[Run], spec: ModelSpec, binding: Binding, categories:
                 refused[category].append(f"{shot.label}: not run")
     if "dense" in wanted:
         bound = replace(bound, rows=(*bound.rows, *dense_of_passes(measured, spec, info, binding)))
+    passes = ExpertPasses()
+    if EXPERTS in wanted:
+        passes = experts_of_passes(measured, spec, info, binding)
     # Equal parts of one kernel's time say nothing of the work of each.
     shared = binding.FUSED.keys() | set(binding.FUSED.values())
     whole = [row for row in bound.rows if row.name not in shared]
-    for category, impossible in _too_fast(whole, spec, runs[-1], info).items():
+    for category, impossible in _too_fast([*whole, *passes.rows], spec, runs[-1], info).items():
         refused[category] += impossible
     cells = _cells(bound.rows)
+    if passes.rows and spec.moe is not None:
+        cells[EXPERTS] = with_passes(cells[EXPERTS], passes.cells(spec.moe))
     for category in wanted:
         if not cells.get(category) and not refused[category]:
             refused[category].append("no shot was measured")
@@ -109,6 +125,8 @@ def tabulate(runs: Sequence[Run], spec: ModelSpec, binding: Binding, categories:
     reasons = {category: tuple(lines) for category, lines in refused.items() if lines and category in wanted}
     not_run = [shot for index, shot in enumerate(shots) if index not in results]
     grid = _grid(runs, tables, bound, reasons, not_run)
+    if passes.rows and EXPERTS in tables:
+        grid[f"tp{runs[-1].tp}/{EXPERTS}"]["whole_passes"] = [_origin(passes, runs[-1])]
     ran = _ran(runs[-1], spec)
     ran_where = functions(results.values(), shots, spec, info, binding)
     for category, table in tables.items():
@@ -122,6 +140,48 @@ def tabulate(runs: Sequence[Run], spec: ModelSpec, binding: Binding, categories:
             "selects": selection_in_dense_prefill(results.values(), shots, spec, info, binding),
         }
     return Acquired(runs[-1].tp, tables, reasons, bound.unbound, bound.bound_share, grid)
+
+
+def with_own_passes(
+    table: Table, entry: Mapping[str, Any], runs: Sequence[Run], spec: ModelSpec, binding: Binding
+) -> tuple[Table, dict[str, Any]]:
+    """A table of experts from elsewhere, and its entry in meta.yaml's grid, with all experts together as whole passes
+    of these runs have them; unchanged where the runs have none.
+
+    Raises AcquisitionError when a pass is faster than the card's peak rates allow.
+    """
+    info = one_engine(runs)
+    passes = experts_of_passes(_of_model(latest(runs), spec), spec, info, binding)
+    if not passes.rows or spec.moe is None:
+        return table, dict(entry)
+    if impossible := _too_fast(passes.rows, spec, runs[-1], info).get(EXPERTS):
+        raise AcquisitionError("experts of whole passes: " + "\n".join(impossible))
+    earlier = [left for one in entry.get("whole_passes", ()) if (left := remaining_origin(one, passes))]
+    return _merged(table, entry, passes.cells(spec.moe), [*earlier, _origin(passes, runs[-1])], spec)
+
+
+def with_earlier_passes(
+    table: Table, entry: Mapping[str, Any], earlier: Table, origins: Sequence[Mapping[str, Any]], spec: ModelSpec
+) -> tuple[Table, dict[str, Any]]:
+    """A table of experts measured without passes, and its entry, with the cells of passes that the table before it
+    had."""
+    return _merged(table, entry, cells_of_passes(earlier, origins), origins, spec)
+
+
+def _merged(
+    table: Table,
+    entry: Mapping[str, Any],
+    cells: Sequence[Cell],
+    origins: Sequence[Mapping[str, Any]],
+    spec: ModelSpec,
+) -> tuple[Table, dict[str, Any]]:
+    merged = make_table(EXPERTS, with_passes(table.rows(), cells), EXPERTS)
+    facts = {"axes": _axes_text(merged), "quality": quality(merged, spec), "whole_passes": list(origins)}
+    return merged, {**entry, **facts}
+
+
+def _origin(passes: ExpertPasses, run: Run) -> dict[str, Any]:
+    return origin_of(passes, _name(run), str(run.info.kv["layout"]))
 
 
 def _needed(run: Run, spec: ModelSpec, categories: Sequence[Category]) -> Collection[Shot]:
@@ -241,16 +301,15 @@ def _grid(
     for category, table in tables.items():
         left_out = sum(any(f.category == category for f in shot.fills) for shot in run.left_out)
         missing = sum(any(f.category == category for f in shot.fills) for shot in not_run)
-        axes_text = {name: _axis_text(table.columns[name]) for name in KEY_COLUMNS[category][1:]}
         grid[f"tp{run.tp}/{category}"] = {
             "name": run.limits.get("grid"),
-            "axes": axes_text,
+            "axes": _axes_text(table),
             "left_out": left_out,
             **({"not_run": missing} if missing else {}),
-            "run": f"run {run.started_at} tp{run.tp}",
+            "run": _name(run),
         }
     for each in runs:
-        grid[f"run {each.started_at} tp{each.tp}"] = {
+        grid[_name(each)] = {
             "tp": each.tp,
             "limits": dict(each.limits),
             "kv_tokens": each.info.kv.get("tokens"),
@@ -263,11 +322,20 @@ def _grid(
     return grid
 
 
+def _name(run: Run) -> str:
+    """A run's entry in meta.yaml's grid."""
+    return f"run {run.started_at} tp{run.tp}"
+
+
+def _axes_text(table: Table) -> dict[str, str]:
+    return {name: _axis_text(table.columns[name]) for name in KEY_COLUMNS[table.category][1:]}
+
+
 def _axis_text(values: Iterable[str | int | float]) -> str:
     """The distinct values of a key column, of text their number alone."""
     distinct = set(values)
     numbers = sorted(float(value) for value in distinct if not isinstance(value, str))
-    return " ".join(f"{value:.0f}" for value in numbers) or f"{len(distinct)} different"
+    return " ".join(number(value) for value in numbers) or f"{len(distinct)} different"
 
 
 def bundle_meta(runs: Sequence[Run], spec: ModelSpec, acquired: Acquired, binding: Binding) -> dict[str, Any]:

@@ -62,6 +62,7 @@ def _as_json(bundle: "Bundle", summaries: "list[TableSummary]") -> dict[str, Any
             "most_us": one.most_us,
             "quality": dict(one.quality),
             **({"from": dict(one.origin)} if one.origin else {}),
+            **({"whole_passes": [dict(passes) for passes in one.whole_passes]} if one.whole_passes else {}),
         }
         for one in summaries
     ]
@@ -94,7 +95,7 @@ def _print(bundle: "Bundle", summaries: "list[TableSummary]") -> None:
         click.echo(
             f"  {one.tp:>3} {one.category:<{width}} {one.rows:>5} {span:>22}  "
             f"{percent(one.quality, 'spread_from_20_us'):<20}{percent(one.quality, 'leave_one_out'):<22}"
-            f"{share(one.quality):<14}{origin_text(one.origin)}".rstrip()
+            f"{share(one.quality):<14}{origin_text(one.origin, one.whole_passes)}".rstrip()
         )
     open_at: dict[str, list[int]] = {}
     for one in summaries:

@@ -28,13 +28,18 @@ from profiler.commands._options import (
 @click.option("--dry-run", is_flag=True, help="Print the settings and the number of shots, and stop.")
 @save_samples_option
 @from_samples_option
+@click.option(
+    "--moe-from",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Take the table of experts from this bundle of another KV layout, instead of measuring it.",
+)
 def command(model: str, tp: int, category: str, variant: str | None, dry_run: bool, **options: Any) -> None:
     """Measure one table of an existing bundle of MODEL anew, and leave all others as they are.
 
     Options that are not given are those that the table was measured with. The bundle's other facts (engine version, KV
     layout, protocol) must come out the same; otherwise nothing is written.
     """
-    from profiler import acquire, refresh
+    from profiler import acquire, borrow, refresh
     from profiler.core.errors import ConfigError
     from profiler.core.paths import default_bundle_root
 
@@ -46,6 +51,13 @@ def command(model: str, tp: int, category: str, variant: str | None, dry_run: bo
         out_root, model, options["hardware"], variant, tp, category, options["model_config_root"]
     )
     merged = options | {name: value for name, value in settings.items() if name not in given}
+    if options["moe_from"]:
+        if (tp, category) != (borrow.TP, borrow.CATEGORY) or options["from_samples"] or options["save_samples"]:
+            raise ConfigError("--moe-from goes with --tp 1 --category moe and without samples")
+        click.echo(f"{options['moe_from']}: gives tp{tp}/{category}.csv")
+        if not dry_run:
+            click.echo(f"{borrow.take_experts(out_root, bundle, options['moe_from'])}")
+        return
     job = job_of(model, merged | {"tp": (tp,), "categories": (category,)})
     target = acquire.prepare(job, options["model_config_root"])
     if dry_run:

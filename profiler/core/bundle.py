@@ -44,7 +44,7 @@ REQUIRED_META = (
 _PER_ACQUISITION = ("grid", "measured_at", "command", "files")
 
 _TEXT_COLUMNS = ("layer", "kernel", "prefills", "decodes", "use")
-# Under realistic routing these two are averages over layers or repeats, hence not integers.
+# Under realistic routing these two are averages over layers or repeats, or expected, hence not integers.
 _REAL_COLUMNS = ("activated_experts", "local_pairs")
 
 Value = str | int | float
@@ -233,6 +233,7 @@ def write_bundle(
     tables: Mapping[tuple[int, Category], Table],
     force: bool = False,
     skew_fits: Mapping[int, Sequence[SkewFit]] | None = None,
+    stamps: Mapping[tuple[int, Category], Mapping[str, str]] | None = None,
 ) -> Path:
     """Writes `<root>/<hardware>/<model>/<variant>` and returns that folder.
 
@@ -240,7 +241,8 @@ def write_bundle(
     exists already, the new tables are added to it when its meta agrees in everything but grid, time and command. A
     table that exists, or a meta that disagrees, is refused with ConfigError unless `force` is given: then the table is
     replaced, or the whole bundle is written anew when the meta disagrees. skew_fits: per tp, the corrections for
-    unequal batches; they replace those that the bundle has for that tp.
+    unequal batches; they replace those that the bundle has for that tp. stamps: `measured_at` and `command` of tables
+    that were measured otherwise than meta says.
     """
     check_meta(meta, "new bundle")
     if not tables:
@@ -266,8 +268,8 @@ def write_bundle(
             name = table_path(tp, category)
             _write(folder / name, table_text(table))
             own = {"sha256": sha256_of(folder / name), "rows": len(table)}
-            when = {"measured_at": meta["measured_at"], "command": meta["command"]}
-            files[name] = own | (when if (tp, category) in tables else kept_files[name])
+            when = (stamps or {}).get((tp, category)) or {key: meta[key] for key in ("measured_at", "command")}
+            files[name] = own | dict(when if (tp, category) in tables else kept_files[name])
         for tp, own_fits in sorted(fits.items()):
             if (tp, "skew") in merged:
                 name = f"tp{tp}/{FIT_FILE}"

@@ -1,7 +1,7 @@
 """Columns of a bundle's CSV tables, in file order. A reader accepts exactly these (or a peer's, see profiler/formats).
 
 Every time is the median GPU time of one call in microseconds, launch gaps excluded; `spread_rel` is
-(p90 - p10) / median over the repeats.
+(p90 - p10) / median over the repeats, in rows of several whole passes over these.
 """
 
 from typing import Final
@@ -31,8 +31,9 @@ KEY_COLUMNS: Final[dict[Category, tuple[str, ...]]] = {
         ),
     ),
     # ep: expert-parallel degree whose slice of experts was measured; tokens: tokens given to the rank's expert kernel
-    # (all tokens of the group under an all-gather back end); activated_experts: distinct local experts they reach;
-    # local_pairs: (token, expert) pairs computed on the rank.
+    # (all tokens of the group under an all-gather back end); activated_experts: distinct local experts they reach, in
+    # rows of whole passes (profiler/passes.py) those expected of independent tokens, to a hundredth; local_pairs:
+    # (token, expert) pairs computed on the rank.
     "moe": ("layer", "ep", "tokens", "activated_experts", "local_pairs"),
     # Batches of unequal requests, for the kernels of the three tables above. prefills, decodes: the batch as
     # profiler/core/batch_text.py writes it; use: what the row serves, one of SKEW_USES.

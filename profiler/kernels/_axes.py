@@ -56,13 +56,6 @@ _COARSE_TOKENS: Final = (
     *(1, 2, 4, 8, 16, 17, 32, 33, 48, 64, 65, 96, 128, 129, 192, 256, 257, 384, 512, 768, 1024, 1536, 2048, 3072, 4096),
     *(6144, 8192, 12288, 16384),
 )
-# And every size that vLLM captures decode steps at, which is what they then run with, up to 512.
-_FULL_TOKENS: Final = tuple(
-    sorted(
-        {*_COARSE_TOKENS, *range(8, 256, 8), *range(256, 513, 16), *range(576, 1025, 64), *range(1152, 2049, 128)}
-        | {193, 385, 513, 641, 769, 1025, 1281, 1537, 2049, *range(2560, 4097, 512), *range(5120, 16385, 1024)}
-    )
-)
 _COARSE_CHUNKS: Final = (1, 16, 64, 128, 129, 256, 257, 512, 1024, 1536, 2048, 4096, 8192, 16384)
 _COARSE_SEQUENCES: Final = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 512, 1024)
 _MOE_TOKENS: Final = tuple(1 << power for power in range(18))
@@ -70,6 +63,15 @@ _MOE_TOKENS: Final = tuple(1 << power for power in range(18))
 # 512 of bf16 (vLLM's get_default_config); half-way points up to where tiles are full.
 _FULL_MOE_TOKENS: Final = tuple(
     sorted({*_MOE_TOKENS, 5, 9, 17, 24, 33, 48, 65, 96, 97, 129, 192, 384, 513, 768, 1536, 3072, 6144, 12288})
+)
+# And every size that vLLM captures decode steps at, which is what they then run with, up to 512; and those of the
+# experts, since a pass runs them too.
+_FULL_TOKENS: Final = tuple(
+    sorted(
+        {*_COARSE_TOKENS, *range(8, 256, 8), *range(256, 513, 16), *range(576, 1025, 64), *range(1152, 2049, 128)}
+        | {193, 385, 513, 641, 769, 1025, 1281, 1537, 2049, *range(2560, 4097, 512), *range(5120, 16385, 1024)}
+        | {tokens for tokens in _FULL_MOE_TOKENS if tokens <= _COARSE_TOKENS[-1]}
+    )
 )
 
 _SKEW: Final = SkewAxes(

@@ -216,6 +216,35 @@ def test_experts_measured_with_drawn_counts() -> None:
         moe_grid(make_table("moe", rows), "experts", 4, 64, outside())
 
 
+def test_rows_between_uneven_draws_know_what_few_experts_cost() -> None:
+    """Time is the weights read or, where few experts have many pairs, the pairs computed: 10 us each, 0.05 us each."""
+
+    def us(experts: float, pairs: float) -> float:
+        return max(10.0 * experts, 0.05 * pairs)
+
+    even = {tokens: min(256.0, 8.0 * tokens) for tokens in (1, 16, 64, 256, 1024, 4096, 8192)}
+    rows = [("experts", 1, n, reached, 8 * n, us(reached, 8 * n), 0) for n, reached in even.items()]
+    uneven = [("experts", 1, n, 32, 8 * n, us(32, 8 * n), 0) for n in (256, 4096)]
+    grid = moe_grid(make_table("moe", rows + uneven), "experts", 1, 256, outside())
+    for tokens, reached in even.items():
+        assert grid.at(8 * tokens, reached) == pytest.approx(us(reached, 8 * tokens)), "measured"
+    assert grid.at(8 * 4096, 32) == pytest.approx(us(32, 8 * 4096)), "measured"
+    between = us(32, 8 * 256) + (us(32, 8 * 4096) - us(32, 8 * 256)) * (1024 - 256) / (4096 - 256)
+    assert grid.at(8 * 1024, 32) == pytest.approx(between), "straight in the pairs"
+    assert grid.at(8 * 8192, 32) > 0.6 * us(256, 8 * 8192), "computing is not a share of the experts"
+    alone = moe_grid(make_table("moe", rows), "experts", 1, 256, outside())
+    assert alone.at(8 * 8192, 32) == pytest.approx(us(256, 8 * 8192) / 8)
+
+
+def test_a_draw_of_other_pairs_tells_nothing_of_other_rows() -> None:
+    """A slice's uneven draw has pairs of its own: how many experts and how many pairs cannot be told apart."""
+    rows = [("experts", 8, n, 16, n, 200.0 + n, 0) for n in (16, 64, 256)]
+    uneven = [("experts", 8, 64, 2, 40, 150.0, 0)]
+    grids = [moe_grid(make_table("moe", one), "experts", 8, 16, outside()) for one in (rows, rows + uneven)]
+    for pairs in (16, 256):
+        assert grids[0].at(pairs, 4) == grids[1].at(pairs, 4)
+
+
 def test_the_corner_of_a_triangular_table_is_inside() -> None:
     """Chunk + context up to 2048: the last cell has one point on its far side. Linear functions stay exact."""
     points = [(x, y, 3.0 + 2 * x + 5 * y) for x in (512.0, 1024.0, 2048.0) for y in (0.0, 512.0, 1024.0, 1536.0)]

@@ -85,3 +85,22 @@ def test_a_table_of_another_degree_or_layout_says_so(tmp_path: Path, capsys: pyt
     main(["show", str(path), "--format", "json"], standalone_mode=False)
     tables = {table["category"]: table for table in json.loads(capsys.readouterr().out)["tables"]}
     assert tables["indexer"]["from"] == {"tp": 2} and "from" not in tables["dense"]
+
+
+def test_experts_of_whole_passes_say_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    passes = {"ep": 1, "tokens": "8", "passes": "3", "kv_layout": "fp8_ds_mla", "run": "then"}
+    origin = {"kv_layout": "fp8_ds_mla", "measured_at": "then", "from": {"kv_layout": "bf16", "measured_at": "before"}}
+    for entry, ending in (
+        ({"whole_passes": [passes]}, " ep 1 in whole passes"),
+        (
+            {"whole_passes": [passes], "from": origin},
+            " ep 1 in whole passes of the fp8_ds_mla cache, the rest of the bf16 cache",
+        ),
+    ):
+        path = bundle(tmp_path / str(len(entry)), grid={"tp1/moe": entry})
+        main(["show", str(path)], standalone_mode=False)
+        (row,) = [line for line in capsys.readouterr().out.splitlines() if re.match(r" +1 moe", line)]
+        assert row.endswith(ending)
+        main(["show", str(path), "--format", "json"], standalone_mode=False)
+        tables = {table["category"]: table for table in json.loads(capsys.readouterr().out)["tables"]}
+        assert tables["moe"]["whole_passes"] == [passes] and "whole_passes" not in tables["dense"]
