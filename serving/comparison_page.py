@@ -3,7 +3,8 @@
 Nothing is fetched when it is opened. Every name that comes from a file is escaped.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from html import escape
 from typing import Any, Final
 
@@ -18,6 +19,7 @@ _STYLE: Final = (
     "td,th{padding:.15rem .9rem;text-align:right;border-bottom:1px solid #ddd}"
     "td:first-child,th:first-child{text-align:left}"
     ".plots{display:grid;grid-template-columns:repeat(3,minmax(0,1fr));gap:.5rem}"
+    ".two{grid-template-columns:repeat(2,minmax(0,1fr))}"
     "@media(max-width:1000px){.plots{grid-template-columns:minmax(0,1fr)}}"
 )
 # A plot is drawn before its neighbours are there and is fitted to its place once all are.
@@ -26,8 +28,26 @@ _FIT: Final = (
 )
 
 
-def page(comparison: Comparison, files: tuple[str, str], sides: tuple[str, str], title: str) -> str:
-    """The whole page. files: where the two runs are from; sides: what they are called; title: what is compared."""
+@dataclass(frozen=True, slots=True)
+class Section:
+    """What a page shows besides the requests, as plain text: heading, table (its header first) and a note on the plots,
+    which are plotly figures."""
+
+    heading: str
+    rows: Sequence[Sequence[str]]
+    note: str
+    plots: Sequence[Any]
+
+
+def page(
+    comparison: Comparison,
+    files: tuple[str, str],
+    sides: tuple[str, str],
+    title: str,
+    sections: Sequence[Section] = (),
+) -> str:
+    """The whole page. files: where the two runs are from; sides: what they are called; title: what is compared;
+    sections: shown behind the metrics of requests."""
     from plotly.offline import get_plotlyjs
 
     body = [f"<h1>{escape(title)}</h1>", "<p>" + "<br>".join(_sources(comparison, files, sides)) + "</p>"]
@@ -42,6 +62,10 @@ def page(comparison: Comparison, files: tuple[str, str], sides: tuple[str, str],
             )
             drawn = "".join(_html(plot, f"{metric}{place}") for place, plot in enumerate(plots))
             body.append(f"<h2>{_NAMES[metric]}</h2><div class='plots' id='m{number}'>{drawn}</div>")
+    for number, section in enumerate(sections):
+        drawn = "".join(_html(plot, f"section{number}{place}") for place, plot in enumerate(section.plots))
+        body.append(f"<h2>{escape(section.heading)}</h2>{_cells(section.rows)}<p>{escape(section.note)}</p>")
+        body.append(f"<div class='plots two'>{drawn}</div>")
     head = (
         f"<meta charset='utf-8'><title>{escape(title)}</title><style>{_STYLE}</style><script>{get_plotlyjs()}</script>"
     )
@@ -63,19 +87,28 @@ def _sources(comparison: Comparison, files: tuple[str, str], sides: tuple[str, s
 
 
 def _table(comparison: Comparison, sides: tuple[str, str]) -> str:
-    names = ("ms", *sides, "difference", "mean |error| per request")
-    rows = ["<tr>" + "".join(f"<th>{escape(name)}</th>" for name in names) + "</tr>"]
+    rows: list[Sequence[str]] = [("ms", *sides, "difference", "mean |error| per request")]
     for one in comparison.figures:
         error = comparison.error_ms.get(one.metric) if one.statistic == "mean" else None
-        cells = (
-            f"{one.metric} {one.statistic}",
-            f"{one.simulated_ms:,.2f}",
-            f"{one.recorded_ms:,.2f}",
-            f"{one.difference_percent:+.2f} %",
-            "" if error is None else f"{error:,.2f}",
+        rows.append(
+            (
+                f"{one.metric} {one.statistic}",
+                f"{one.simulated_ms:,.2f}",
+                f"{one.recorded_ms:,.2f}",
+                f"{one.difference_percent:+.2f} %",
+                "" if error is None else f"{error:,.2f}",
+            )
         )
-        rows.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
-    return f"<table>{''.join(rows)}</table>"
+    return _cells(rows)
+
+
+def _cells(rows: Sequence[Sequence[str]]) -> str:
+    lines = [_row("th" if number == 0 else "td", cells) for number, cells in enumerate(rows)]
+    return f"<table>{''.join(lines)}</table>"
+
+
+def _row(tag: str, cells: Iterable[str]) -> str:
+    return "<tr>" + "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells) + "</tr>"
 
 
 def _scatter(pairs: Sequence[Paired], metric: str, sides: tuple[str, str]) -> Any:
@@ -90,7 +123,7 @@ def _scatter(pairs: Sequence[Paired], metric: str, sides: tuple[str, str]) -> An
             _points(xs, ys, pairs),
         ]
     )
-    return _styled(figure, "each request", f"{sides[1]}, ms", f"{sides[0]}, ms")
+    return styled(figure, "each request", f"{sides[1]}, ms", f"{sides[0]}, ms")
 
 
 def _distributions(pairs: Sequence[Paired], metric: str, sides: tuple[str, str]) -> Any:
@@ -108,7 +141,7 @@ def _distributions(pairs: Sequence[Paired], metric: str, sides: tuple[str, str])
                 name=escape(side),
             )
         )
-    return _styled(figure, "share of requests within", "ms", "share", legend=True)
+    return styled(figure, "share of requests within", "ms", "share", legend=True)
 
 
 def _errors(pairs: Sequence[Paired], metric: str, sides: tuple[str, str]) -> Any:
@@ -118,7 +151,7 @@ def _errors(pairs: Sequence[Paired], metric: str, sides: tuple[str, str]) -> Any
 
     figure = go.Figure(_points(xs, ys, pairs))
     figure.add_hline(y=0.0, line_width=1, line_color="#999")
-    return _styled(figure, "difference by arrival", "arrival, s", f"{sides[0]} - {sides[1]}, ms")
+    return styled(figure, "difference by arrival", "arrival, s", f"{sides[0]} - {sides[1]}, ms")
 
 
 def _points(xs: Sequence[float], ys: Sequence[float], pairs: Sequence[Paired]) -> Any:
@@ -131,7 +164,8 @@ def _points(xs: Sequence[float], ys: Sequence[float], pairs: Sequence[Paired]) -
     return kind(x=list(xs), y=list(ys), mode="markers", marker=marker, text=text, hovertemplate=hover)
 
 
-def _styled(figure: Any, title: str, x_axis: str, y_axis: str, legend: bool = False) -> Any:
+def styled(figure: Any, title: str, x_axis: str, y_axis: str, legend: bool = False) -> Any:
+    """The plotly figure, changed to look as all of the page do; its texts are escaped here."""
     figure.update_layout(
         title={"text": escape(title), "font": {"size": 14}},
         template="plotly_white",

@@ -19,6 +19,7 @@ _FOLDER = click.Path(path_type=Path)
 @click.option("--bundle-root", type=_FOLDER, help="Folder of bundles.  [default: profiler/perf-native]")
 @click.option("--json", "json_path", type=_FOLDER, help="Also write all figures to this file.")
 @click.option("--steps", "steps_path", type=_FOLDER, help="Also write a CSV of every step with its price.")
+@click.option("--html", "html_folder", type=_FOLDER, help="Also write a page with plots per recording to this folder.")
 @click.option("--own-host", is_flag=True, help="Take the host's times from each recording, not from the GPU's file.")
 @click.option("--allow-extrapolation", is_flag=True, help="Price shapes outside the tables too, and count them.")
 def command(
@@ -27,6 +28,7 @@ def command(
     bundle_root: Path | None,
     json_path: Path | None,
     steps_path: Path | None,
+    html_folder: Path | None,
     own_host: bool,
     allow_extrapolation: bool,
 ) -> None:
@@ -36,8 +38,10 @@ def command(
     and latency; the makespan), of steps by kind (summed times, and the median of the absolute errors), and of blocks.
     """
     from profiler.core.load import atomic_write
+    from serving.recording.pages import page_paths, write_page
     from serving.recording.validate import validate
 
+    pages = [] if html_folder is None else page_paths(recordings, html_folder)
     found = []
     for path in recordings:
         one = validate(path, traces, bundle_root, allow_extrapolation=allow_extrapolation, with_own_host=own_host)
@@ -50,6 +54,8 @@ def command(
     if steps_path is not None:
         with atomic_write(steps_path) as stream:
             stream.write(_steps_csv(found))
+    for one, path in zip(found, pages, strict=False):
+        write_page(one, path)
 
 
 def _steps_csv(found: "list[Validation]") -> str:
@@ -69,11 +75,10 @@ def _print(one: "Validation") -> None:
     from rich.table import Table
 
     from serving.comparison import STATISTICS
+    from serving.recording.pages import title
 
     console = Console(file=sys.stdout, highlight=False)
-    meta = one.meta
-    title = f"{one.path.name}: {one.comparison.requests} requests, {meta['model']}, {meta['layers']} layers, "
-    console.print(title + f"{meta['mode']}, vLLM {meta['vllm_version']}", soft_wrap=True, markup=False)
+    console.print(title(one), soft_wrap=True, markup=False)
     table = Table(box=SIMPLE)
     table.add_column("requests")
     for name in STATISTICS:
