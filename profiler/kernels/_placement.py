@@ -1,6 +1,7 @@
 """In what the time of each kernel runs straight between two measured chunks or batches; see profiler.core.grid_work."""
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -26,6 +27,13 @@ _IDLE_KEYS: Final = 1000.0
 _ENGINES: Final = ("vllm", "reference")
 # The KV layout whose decode kernel (FlashMLA) reads as many picks as the top-k has, used or not.
 WHOLE_PICKS: Final = "fp8_ds_mla"
+# vLLM's FLASHMLA_SPARSE (MIN_HEADS_FOR_BF16_PREFILL, v1/attention/backends/mla/flashmla_sparse.py, 0.26): with fewer
+# heads per rank all tokens of a step are one request of as many queries for that decode kernel. It gives each query
+# multiprocessors / queries / (heads / 64) parts, at least one, so that queries run in waves. With more heads each
+# decode is a request of one query, and the keys of all are divided evenly over the parts that one query has.
+_ONE_BATCH_BELOW_HEADS: Final = 32
+# Longer than any chunk.
+_EVERY_CHUNK: Final = sys.maxsize
 # The one whose sparse attention is FlashAttention 3 (vLLM's FLASH_ATTN_MLA_SPARSE), which splits by rules of its own.
 _FLASH_ATTENTION: Final = "bf16"
 
@@ -36,8 +44,8 @@ class Ran:
 
     sm_count: multiprocessors of the card. tiles: the kernels are those of vLLM on SM90, whose tiles are known.
     heads: of one rank. cap_tokens: most attended keys, 0 without a selection. whole_below: chunks up to this length
-    read the whole cap, as decode kernels over a fixed number of picks do. flash_attention: sparse MLA is
-    FlashAttention 3.
+    read the whole cap, as decode kernels over a fixed number of picks do. even_decodes: that kernel divides the keys of
+    all decodes evenly over the card. flash_attention: sparse MLA is FlashAttention 3.
     """
 
     sm_count: int
@@ -45,6 +53,7 @@ class Ran:
     heads: int
     cap_tokens: int
     whole_below: int = 0
+    even_decodes: bool = False
     flash_attention: bool = False
 
 
@@ -57,15 +66,19 @@ def ran_of(meta: Mapping[str, Any], spec: ModelSpec, tp: int) -> Ran | None:
         return None
     name, measured = str(meta["hardware"]), meta["provenance"] == "measured"
     card = load_hardware(name) if name in known_hardware() else None
-    tiles = measured and card is not None and card.architecture == "sm90" and meta["engine"]["name"] == "vllm"
+    known = card is not None and card.architecture == "sm90" and meta["engine"]["name"] == "vllm"
+    heads, whole = max(1, spec.num_heads // tp), meta["kv"]["layout"] == WHOLE_PICKS
+    one_batch = known and heads < _ONE_BATCH_BELOW_HEADS
     seen = ((meta.get("grid") or {}).get(f"tp{tp}/attention") or {}).get("dense_prefill") or {}
+    short = _EVERY_CHUNK if one_batch else int(seen.get("longer_than_tokens", 0))
     return Ran(
         sm_count=card.sm_count if card else 0,
-        tiles=tiles,
-        heads=max(1, spec.num_heads // tp),
+        tiles=measured and known,
+        heads=heads,
         cap_tokens=spec.indexer.attended_cap_tokens if spec.indexer else 0,
-        whole_below=int(seen.get("longer_than_tokens", 0)) if meta["kv"]["layout"] == WHOLE_PICKS else 0,
-        flash_attention=tiles and meta["kv"]["layout"] == _FLASH_ATTENTION,
+        whole_below=short if whole else 0,
+        even_decodes=whole and known and not one_batch,
+        flash_attention=measured and known and meta["kv"]["layout"] == _FLASH_ATTENTION,
     )
 
 
@@ -84,8 +97,9 @@ def prefill_work(name: str, ran: Ran | None) -> Work | None:
 
 def decode_work(name: str, ran: Ran | None) -> Work | None:
     """In keys. None for a kernel whose time is taken to run straight in the number of requests."""
-    known = ran is not None and ran.tiles and ran.cap_tokens and name == "sparse_mla"
-    return _sparse_mla(ran) if ran is not None and known else None
+    if ran is None or not ran.tiles or not ran.cap_tokens or name != "sparse_mla" or ran.even_decodes:
+        return None
+    return _sparse_mla(ran)
 
 
 def prefill_straight(name: str, ran: Ran | None) -> PrefillWork | None:
