@@ -215,7 +215,7 @@ def jobs(sweep: Sweep, candidates: list[Candidate]) -> list[Job]:
             )
             for rate, seed in product(sorted(sweep.rates_per_s), sweep.seeds)
         ]  # fmt: skip
-        made += [*points[:-1], replace(points[-1], steps=True)]
+        made += [*points[:-1], *(replace(last, steps=True) for last in points[-1:])]
     return made
 
 

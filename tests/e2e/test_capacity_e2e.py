@@ -231,6 +231,19 @@ def test_a_size_is_searched_resumed_and_reported(bundles, tmp_path):
     assert re.search(r"No layout keeps the SLO. Nearest: .*dp 8.* limited by ttft_ms", impossible.stderr)
 
 
+def test_one_seed_is_enough_for_a_size(bundles, tmp_path):
+    done = run(
+        "size", MODEL, "--hardware", "H200", "--gpus", 8, "--workload", EXAMPLE, "--bundle-root", bundles,
+        "--allow-extrapolation", "--requests", 10, "--seeds", "1", "--tolerance", 0.5, "--max-model-len", 65536,
+        "--max-num-batched-tokens", 4096, "--max-num-seqs", 64, "--percentile", 90, "--output", tmp_path / "out",
+        "--ttft-ms", 4000,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    _, points = read_results(tmp_path / "out")
+    (limit,) = [point["row"] for point in points if point["row"]["status"] == "limit"]
+    assert limit["highest_rate_per_s"] and limit["seed"] == 1
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

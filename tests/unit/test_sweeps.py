@@ -92,6 +92,7 @@ def test_keys_name_the_point_and_not_the_place(tmp_path):
     made = jobs(sweep, candidates)
     assert len({job.key for job in made}) == len(made)
     assert [job.rate_per_s for job in made[:2]] == [1.0, 2.0]
+    assert jobs(replace(sweep, seeds=()), candidates) == []  # the seeds behind the first, where there is one
     moved = replace(made[0], workload=tmp_path / "elsewhere", bundle_root=tmp_path)
     assert moved.key == made[0].key
     assert replace(made[0], workload_sha256="0" * 64).key != made[0].key
