@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from profiler.core.bundle import Bundle, find_bundle, read_bundle, variants
+from profiler.core.bundle import Bundle, find_bundle, variants
 from profiler.core.errors import CapacityError, ConfigError, ContractError
 from profiler.core.hardware import Hardware, known_hardware, load_hardware
 from profiler.core.kv import KvLayout, kv_layout
@@ -33,6 +33,7 @@ from serving.cost.build import Stage, build_pipeline
 from serving.cost.host import TableHost
 from serving.cost.offload import OffloadCost
 from serving.cost.speculative import SpeculativeCost, build_speculative
+from serving.degree_tables import read_degree
 from serving.expert_load import routed_load
 from serving.policies import load_policy
 from serving.result import Deployment, Tables
@@ -129,7 +130,7 @@ def deploy(
     limits = _limits(instance.engine, spec, hardware)
     variant = instance.variant or _own_variant(instance, spec, hardware, hardware_name, bundle_root)
     path = find_bundle(bundle_root, hardware_name, spec.name, variant)
-    bundle = read_bundle(path, tps={1, instance.parallel.tp})  # experts are measured at tp 1, whatever the run's degree
+    bundle = read_degree(path, instance.parallel.tp)
     if bundle.meta["provenance"] == "projected" and not allow_projected:
         raise ContractError(f"{path}: {_projected_from(bundle)} --allow-projected takes them, marked so in the result.")
     kv = _kv(instance, spec, hardware, limits, bundle)

@@ -89,4 +89,7 @@ def test_plan_says_which_table_a_placement_lacks() -> None:
     rows = placements("fp8_ds_mla")
     assert all(rows[tp, dp, 8]["decode_tokens_per_s"] > 0 for tp, dp in ((1, 8), (2, 4)))
     for tp, dp in ((4, 2), (8, 1)):
-        assert f"no table tp{tp}/dense" in rows[tp, dp, 8]["step_reason"]
+        reason = rows[tp, dp, 8]["step_reason"]
+        assert (
+            f"no table tp{tp}/dense; the bundle has tp1/attention, " in reason and " tp2/sparse_attention. " in reason
+        )
