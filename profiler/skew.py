@@ -18,8 +18,10 @@ A prefill beside decode requests, and several prefills in a step, are compared w
     once      added, less the fixed part of the launch for all but one (several prefills)
     together  once, but no part costs more than its share of a chunk as long as all of them (several prefills)
     overlap   the longest part, and beta times the rest; beta from every other batch, judged on those between
+    beside    decodes, and the prefills by the kernel that runs them there (profiler.kernels._beside)
 
-Several prefills are priced as once or together, whichever has the smaller squared errors over the same other batches.
+Several prefills are priced as once or together, a prefill beside decodes as sum or, where it is known, beside,
+whichever has the smaller squared errors over the same other batches.
 """
 
 import math
@@ -34,7 +36,8 @@ from profiler.core.errors import CoverageError
 from profiler.core.grid import Grid, Outside, batch_rows, fixed_us
 from profiler.core.skew_fit import SkewFit
 from profiler.core.types import Category, ModelSpec
-from profiler.core.unequal import Skew, Together, beyond_fixed_us, make_skew
+from profiler.core.unequal import Beside, Skew, Together, beyond_fixed_us, make_skew
+from profiler.kernels._beside import beside_of
 from profiler.kernels._components import ATTENTION_LIKE, categories_of
 from profiler.kernels._placement import Ran, decode_lookup, prefill_lookup, steps_of
 from profiler.kernels._unequal import request_steps, together_of
@@ -59,7 +62,8 @@ Form = Callable[[Measured], float]
 class Kernel:
     """The tables that a kernel's batches are compared with; None where it has no such cells. cap_tokens 0 is no cap.
     fixed_us: of a launch with prefills (profiler.core.grid.fixed_us). together: None where its work is not known.
-    longest_at: the smallest measured batch of each of its ways of working."""
+    longest_at: the smallest measured batch of each of its ways of working. beside: None where prefills beside decodes
+    run as alone."""
 
     prefill: Grid | None
     decode: Grid | None
@@ -67,6 +71,7 @@ class Kernel:
     fixed_us: float = 0.0
     together: Together | None = None
     longest_at: tuple[int, ...] = ()
+    beside: Beside | None = None
 
     def keys(self, batch: Batch) -> list[int]:
         return [min(keys, self.cap_tokens) if self.cap_tokens else keys for keys in batch.decode_keys]
@@ -130,6 +135,7 @@ def _kernel(tables: Mapping[Category, Table], spec: ModelSpec, name: str, ran: R
         fixed_us=fixed_us(prefill, steps) if prefill else 0.0,
         together=together_of(name, spec, ran),
         longest_at=_smallest(decode.xs, request_steps(name, ran)) if decode else (),
+        beside=beside_of(rows, name, spec, ran, outside, together=True) if prefill and decode else None,
     )
 
 
@@ -251,8 +257,12 @@ def _parts(kernel: Kernel, batch: Batch) -> Iterator[float]:
         yield kernel.prefill.at(chunk, context)
     # A kernel without decode cells leaves decode rows to another.
     if batch.decode_keys and kernel.decode is not None:
-        keys = kernel.keys(batch)
-        yield kernel.at(len(keys), sum(keys) / len(keys))
+        yield _mean(kernel, batch)
+
+
+def _beside_us(kernel: Kernel, batch: Batch) -> float:
+    assert kernel.beside is not None
+    return _mean(kernel, batch) + kernel.beside.us(batch.prefills)
 
 
 def _prefills_us(kernel: Kernel, batch: Batch, together: Together | None) -> float:
@@ -279,6 +289,9 @@ def _parts_report(kernel: Kernel, batches: Sequence[Measured]) -> dict[str, Any]
         if kernel.together is not None:
             forms["together"] = lambda one: _prefills_us(kernel, one.batch, kernel.together)
             chosen = {"form": _better(seen, forms, "once", "together")}
+    elif kernel.beside is not None:
+        forms["beside"] = lambda one: _beside_us(kernel, one.batch)
+        chosen = {"form": _better(seen, forms, "sum", "beside")}
     return _judge(unseen, forms) | {"beta": round(beta, _DIGITS), "fitted_on": len(seen)} | chosen
 
 

@@ -18,6 +18,11 @@ Several prefills in a step:
 A short chunk alone leaves most of the card idle, and several of them fill it together. The share is that of the work in
 keys, and the middle of the longer chunk lies where that of the part does; where that would begin before the first
 token, the chunk is as long as its beginning allows.
+
+Prefills beside decode requests add to these:
+
+    sum     what they take without them
+    beside  what the kernel takes that runs them there, where another one runs short chunks alone
 """
 
 from bisect import bisect_left, bisect_right
@@ -138,16 +143,36 @@ def beyond_fixed_us(grid: Grid, fixed_us: float, together: Together | None, pref
 
 
 @dataclass(frozen=True, slots=True)
+class Beside:
+    """Prefills beside decode requests in the form `beside`.
+
+    grid: chunk x context of the kernel that runs them there. fixed_us: of its launch. together: None for `once`.
+    """
+
+    grid: Grid
+    fixed_us: float
+    together: Together | None
+
+    def us(self, prefills: Sequence[Prefill]) -> float:
+        """Microseconds that the prefills of a step add to its decodes. Raises CoverageError outside the table."""
+        if len(prefills) == 1:
+            return self.grid.at(*prefills[0])
+        return self.fixed_us + beyond_fixed_us(self.grid, self.fixed_us, self.together, prefills)
+
+
+@dataclass(frozen=True, slots=True)
 class Forms:
-    """Forms that a bundle's meta.yaml chose for one kernel; None where it chose none, which is mean_max and once."""
+    """Forms that a bundle's meta.yaml chose for one kernel; None where it chose none, which is mean_max, once and, of
+    prefills beside decodes (joint), sum."""
 
     decode: str | None = None
     longest_at: tuple[int, ...] = ()
     prefills: str | None = None
+    joint: str | None = None
 
 
 def forms_of(meta: Mapping[str, Any], tp: int, kernel: str) -> Forms:
     entry = (meta.get("grid") or {}).get(f"tp{tp}/skew") or {}
     found = (entry.get("fit") or {}).get(kernel) or {}
-    decode, prefills = found.get("decode") or {}, found.get("prefills") or {}
-    return Forms(decode.get("form"), tuple(decode.get("longest_at") or ()), prefills.get("form"))
+    decode, prefills, joint = (found.get(use) or {} for use in ("decode", "prefills", "joint"))
+    return Forms(decode.get("form"), tuple(decode.get("longest_at") or ()), prefills.get("form"), joint.get("form"))

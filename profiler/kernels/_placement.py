@@ -44,8 +44,8 @@ class Ran:
 
     sm_count: multiprocessors of the card. tiles: the kernels are those of vLLM on SM90, whose tiles are known.
     heads: of one rank. cap_tokens: most attended keys, 0 without a selection. whole_below: chunks up to this length
-    read the whole cap, as decode kernels over a fixed number of picks do. even_decodes: that kernel divides the keys of
-    all decodes evenly over the card. flash_attention: sparse MLA is FlashAttention 3.
+    read the whole cap, as decode kernels over a fixed number of picks do. decodes_apart: that kernel runs decodes in a
+    launch of their own, their keys divided evenly over the card. flash_attention: sparse MLA is FlashAttention 3.
     """
 
     sm_count: int
@@ -53,7 +53,7 @@ class Ran:
     heads: int
     cap_tokens: int
     whole_below: int = 0
-    even_decodes: bool = False
+    decodes_apart: bool = False
     flash_attention: bool = False
 
 
@@ -77,7 +77,7 @@ def ran_of(meta: Mapping[str, Any], spec: ModelSpec, tp: int) -> Ran | None:
         heads=heads,
         cap_tokens=spec.indexer.attended_cap_tokens if spec.indexer else 0,
         whole_below=short if whole else 0,
-        even_decodes=whole and known and not one_batch,
+        decodes_apart=whole and known and not one_batch,
         flash_attention=measured and known and meta["kv"]["layout"] == _FLASH_ATTENTION,
     )
 
@@ -97,7 +97,7 @@ def prefill_work(name: str, ran: Ran | None) -> Work | None:
 
 def decode_work(name: str, ran: Ran | None) -> Work | None:
     """In keys. None for a kernel whose time is taken to run straight in the number of requests."""
-    if ran is None or not ran.tiles or not ran.cap_tokens or name != "sparse_mla" or ran.even_decodes:
+    if ran is None or not ran.tiles or not ran.cap_tokens or name != "sparse_mla" or ran.decodes_apart:
         return None
     return _sparse_mla(ran)
 

@@ -90,7 +90,7 @@ def test_what_ran_is_read_from_the_bundle() -> None:
         "kv": {"layout": "fp8_ds_mla"},
         "grid": {f"tp{tp}/attention": {"dense_prefill": {"longer_than_tokens": 128}} for tp in (4, 8)},
     }
-    assert ran_of(meta, spec, 4) == Ran(132, True, 32, 2048, whole_below=128, even_decodes=True)
+    assert ran_of(meta, spec, 4) == Ran(132, True, 32, 2048, whole_below=128, decodes_apart=True)
     assert ran_of(meta, spec, 8) == Ran(132, True, 16, 2048, whole_below=sys.maxsize)
     assert ran_of(meta | {"kv": {"layout": "bf16"}}, spec, 8) == Ran(132, True, 16, 2048, flash_attention=True)
     for change, whole in (
