@@ -59,8 +59,11 @@ def beside_of(
 
 
 def _continued(long: Sequence[BatchRow], step: int, work: Work, costs: _Costs, outside: Outside) -> Iterator[BatchRow]:
-    """Chunks up to `step` at the costs of the kernel that runs the long ones, from the shortest of these: of one token,
-    and on both sides of every wave. Their contexts are those of that chunk, and the one that ends where its last does."""
+    """Chunks up to `step` at the costs of the kernel that runs the long ones, from the shortest of these.
+
+    Of one token, and on both sides of every wave; behind the contexts of that chunk and the one that ends where its
+    last does.
+    """
     first = min(row.chunk for row in long)
     contexts = sorted(row.context for row in long if row.chunk == first)
     grid = prefill_grid(long, outside, work)
