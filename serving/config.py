@@ -58,6 +58,7 @@ class EngineSettings:
     async_scheduling: None is what the engine version does by default.
     step_overhead_us: device time per step that the tables do not contain; None is the value of the GPU's file.
     dp_sync_interval: steps between two agreements of a data-parallel group on whether any of its engines has work.
+    shared_stream: shared experts of small steps run on a stream of their own, beside the routed ones.
     speculation: drafts of the model's own multi-token prediction, None without. offload: KV blocks in host memory.
     """
 
@@ -84,6 +85,7 @@ class EngineSettings:
     speculation: Speculation | None = None
     offload: KvOffload | None = None
     host: Host | None = None
+    shared_stream: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,6 +222,7 @@ class EngineFile(Strict):
     cudagraph_capture_sizes: list[Count] | None = None
     host_overhead_us: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     host_file: str | None = None
+    shared_experts_stream: bool = True
     all2all_backend: str = DEFAULT
     dp_sync_interval: Count = 16
     step_overhead_us: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
@@ -360,6 +363,7 @@ def _settings(path: Path, engine: EngineFile) -> EngineSettings:
         dp_sync_interval=engine.dp_sync_interval,
         speculation=speculation,
         offload=KvOffload(**engine.kv_offload.model_dump()) if engine.kv_offload else None,
+        shared_stream=engine.shared_experts_stream,
         host=load_host(path.parent / engine.host_file) if engine.host_file else None,
     )
 

@@ -31,6 +31,7 @@ from serving.core.walk import WalkEngine, WalkScheduler
 from serving.cost import PipelineCost, TableCost, build_cost, default_capture_sizes
 from serving.cost.build import Stage, build_pipeline
 from serving.cost.host import TableHost
+from serving.cost.lines import Line, line
 from serving.cost.offload import OffloadCost
 from serving.cost.speculative import SpeculativeCost, build_speculative
 from serving.degree_tables import read_degree
@@ -43,6 +44,8 @@ AnyCost = TableCost | PipelineCost | SpeculativeCost | OffloadCost
 
 # First vLLM that schedules asynchronously unless told otherwise.
 _ASYNC_SINCE = (0, 14)
+# VLLM_SHARED_EXPERTS_STREAM_TOKEN_THRESHOLD of vLLM 0.26: steps of more tokens run them one after the other.
+_SHARED_STREAM_TOKENS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,8 +165,11 @@ def deploy(
         all2all_backend=instance.engine.all2all_backend,
         allow_extrapolation=allow_extrapolation,
     )
-    cost: AnyCost = priced(step_us=step_us, step_source=step_source)
+    stream = _shared_stream(instance, spec, own, str(bundle.meta["engine"].get("name")))
+    beside = {} if stream is None else {"more_by_tokens": stream}
+    cost: AnyCost = priced(step_us=step_us, step_source=step_source, **beside)
     behind = _behind(priced, spec, table_host) if table_host and not table_host.compiled else None
+    inputs_ns = _inputs_ns(cost) if table_host else 0
     host = _host_memory(instance.engine.offload, kv.layout)
     if host is not None:
         assert isinstance(cost, TableCost)
@@ -198,7 +204,7 @@ def deploy(
         else None,
         host_source=_host_source(instance.engine, table_host),
     )
-    groups = _groups(deployment, spec, cost, table_host, behind, instance.engine.dp_sync_interval)
+    groups = _groups(deployment, spec, cost, table_host, behind, inputs_ns, instance.engine.dp_sync_interval)
     return Deployed(deployment, cost, groups, bundle.meta, kv.layout)
 
 
@@ -226,6 +232,7 @@ def _groups(
     cost: AnyCost,
     table_host: TableHost | None,
     behind: Behind | None,
+    inputs_ns: int,
     sync_steps: int,
 ) -> tuple[Group | PipelineGroup, ...]:
     """The engines of a deployment, those in lockstep together."""
@@ -274,7 +281,15 @@ def _groups(
     asynchronous = one.async_scheduling
     if table_host is not None:
         return tuple(
-            HostedGroup(some, cost, table_host, behind=behind, asynchronous=asynchronous, sync_steps=sync_steps)
+            HostedGroup(
+                some,
+                cost,
+                table_host,
+                behind=behind,
+                inputs_ns=inputs_ns,
+                asynchronous=asynchronous,
+                sync_steps=sync_steps,
+            )
             for some in members
         )
     return tuple(Group(some, cost, asynchronous=asynchronous, sync_steps=sync_steps) for some in members)
@@ -344,6 +359,33 @@ def _table_host(
         compiled=not engine.eager and engine.graph_mode != "FULL_DECODE_ONLY",
         asynchronous=asynchronous,
     )
+
+
+def _shared_stream(
+    instance: Instance, spec: ModelSpec, hardware: Hardware | None, engine: str
+) -> Callable[[int], list[Line]] | None:
+    """What vLLM's second stream adds to steps that use it; the tables have shared experts behind the routed ones.
+
+    None where nobody has measured it; pipelines and steps with drafts have no such rule.
+    """
+    us = hardware.shared_stream_us if hardware else None
+    if us is None or engine != "vllm" or not instance.engine.shared_stream or not spec.moe:
+        return None
+    if not spec.moe.num_shared_experts or instance.parallel.pp > 1 or instance.engine.speculation:
+        return None
+    layers = sum(layer.mlp == "moe" for layer in spec.layers)
+
+    def lines(tokens: int) -> list[Line]:
+        return [line("shared_stream", layers, us, "hardware file")] if tokens <= _SHARED_STREAM_TOKENS else []
+
+    return lines
+
+
+def _inputs_ns(cost: AnyCost) -> int:
+    """Of a step's device time what copying its inputs takes, with the gaps between the copies."""
+    assert isinstance(cost, TableCost)
+    lines = cost.by_tokens.lines(cost.dummy_tokens)
+    return round(1e3 * (cost.step_us + sum(one.us for one in lines if one.component == "step_inputs")))
 
 
 def _behind(priced: Callable[..., AnyCost], spec: ModelSpec, table_host: TableHost) -> Behind:

@@ -17,7 +17,7 @@ from profiler.core.paths import hardware_root
 
 _NUMBERS = ("memory_total_gib", "hbm_gbps", "bf16_tflops", "fp8_tflops", "l2_mib")
 _COUNTS = ("sm_count", "gpus_per_node")
-_OPTIONAL = ("step_overhead_us",)
+_OPTIONAL = ("step_overhead_us", "shared_stream_us")
 _KEYS = ("name", "aliases", "architecture", *_NUMBERS, *_COUNTS, "links")
 _LINK_KEYS = ("bandwidth_gbps", "latency_us", "source")
 _LARGEST = 1e9
@@ -92,8 +92,9 @@ class Hardware:
     memory, which is what vLLM multiplies with its utilisation. bf16_tflops and fp8_tflops: dense peaks of the tensor
     cores.
     gpus_per_node: GPUs that share the `intra_node` link. links: by tier, see TIERS. sources: where each number is from.
-    step_overhead_us: device time of an engine's step that no kernel table holds. host: what one costs the host. Both
-    are None where nobody has found it out.
+    step_overhead_us: device time of an engine's step that no kernel table holds. shared_stream_us: what a layer with
+    shared experts takes longer with these on a stream of their own, beside the routed ones. host: what a step costs the
+    host. All are None where nobody has found it out.
     """
 
     name: str
@@ -109,6 +110,7 @@ class Hardware:
     links: Mapping[str, Link] = field(hash=False)
     sources: Mapping[str, str] = field(hash=False)
     step_overhead_us: float | None = None
+    shared_stream_us: float | None = None
     host: Host | None = None
 
 
@@ -177,6 +179,7 @@ def _read(name: str, root: Path | None) -> Hardware:
         links=_links(path, values["links"]),
         sources=sources,
         step_overhead_us=numbers.get("step_overhead_us"),
+        shared_stream_us=numbers.get("shared_stream_us"),
         host=host_of(path, values["host"]) if "host" in values else None,
     )
 
@@ -243,13 +246,15 @@ def host_of(path: Path, value: Any) -> Host:
     name = "prepare_prefill"
     prefill = HostPart(*_pair(path, name, value[name], "per_request_us")) if name in value else None
     launches = {
-        name: HostLaunch(*_pair(path, name, value[name], "per_layer_us")) if name in value else None
-        for name in _HOST_LAUNCHES
+        one: HostLaunch(*_pair(path, one, value[one], "per_layer_us")) for one in _HOST_LAUNCHES if one in value
     }
-    launch = launches.pop("launch")
-    assert launch is not None
     return Host(
-        **parts, prepare_prefill=prefill, launch=launch, **launches, source=_text(path, "host.source", value["source"])
+        **parts,
+        prepare_prefill=prefill,
+        launch=launches["launch"],
+        launch_mixed=launches.get("launch_mixed"),
+        piecewise=launches.get("piecewise"),
+        source=_text(path, "host.source", value["source"]),
     )
 
 

@@ -5,11 +5,12 @@ waits for the tokens of the oldest step in flight, updates the scheduler with th
 asynchronous scheduling two steps are in flight, so a step is launched while the one before runs; a thread with only one
 in flight goes round once more before it waits. Without, it waits for the step that it has just launched.
 
-The device begins a step when it has ended the one before and the first kernel is launched. Kernels that are launched
-one by one end no earlier than from their launch on: the device has idled among layers that it runs faster than they are
-launched, so it ends no earlier than the last layer's experts and the head need behind the launch of what comes before,
-and, where a stack begins with layers of another kind (dense ones before experts), than the others need behind the
-launch of these. A step ends, and its tokens are known, when the thread has updated the scheduler.
+The device begins a step when it has ended the one before and the first kernel is launched; a device that waited for
+that has the step's inputs by then. Kernels that are launched one by one end no earlier than from their launch on: the
+device has idled among layers that it runs faster than they are launched, so it ends no earlier than the last layer's
+experts and the head need behind the launch of what comes before, and, where a stack begins with layers of another kind
+(dense ones before experts), than the others need behind the launch of these. A step ends, and its tokens are known,
+when the thread has updated the scheduler.
 """
 
 from collections import deque
@@ -76,8 +77,8 @@ class _InFlight(NamedTuple):
 class HostedGroup(Group):
     """A group whose steps cost the host time; waves, dummy steps and times as those of Group.
 
-    cost: of the device alone; behind: of parts of it, None leaves out when kernels are launched. Ranks have a thread
-    each and wait for each other: `host` prices the slowest.
+    cost: of the device alone; behind: of parts of it, None leaves out when kernels are launched; inputs_ns: what
+    copying the inputs is of it. Ranks have a thread each and wait for each other: `host` prices the slowest.
     """
 
     def __init__(
@@ -87,12 +88,13 @@ class HostedGroup(Group):
         host: HostCost,
         *,
         behind: Behind | None = None,
+        inputs_ns: int = 0,
         asynchronous: bool = False,
         sync_steps: int = 1,
     ) -> None:
         super().__init__(engines, cost, asynchronous=asynchronous, sync_steps=sync_steps)
         self.host = host
-        self.behind = behind
+        self.behind, self.inputs_ns = behind, inputs_ns
         self._in_flight: deque[_InFlight] = deque()
         self._free_ns = 0  # the thread
         self._device_ns = 0
@@ -152,7 +154,7 @@ class HostedGroup(Group):
         begin_ns = self._free_ns + times.before_ns
         self._free_ns = begin_ns + times.launch_ns
         # That it ends no earlier than the last launch shows in the thread's own time, which never waits for less.
-        self._device_ns = max(self._device_ns, begin_ns) + device_ns
+        self._device_ns = max(self._device_ns, begin_ns - self.inputs_ns) + device_ns
         if self.behind is not None:
             self._device_ns = max(self._device_ns, self.behind.end_ns(begin_ns, times, shapes))
         self._in_flight.append(_InFlight(self._device_ns, times.update_ns, times.output_ns, repeated_tokens, False))

@@ -1,7 +1,9 @@
 """What a step costs the host's thread, from the step logs of recordings: a table, and the numbers of a hardware file.
 
 A part of the host's work is taken as `fixed_us` per step and `per_request_us` for every request of its batch, fitted to
-the medians by number of requests, neither of them negative. Waits for the device are no part of it.
+the means by number of requests, neither of them negative: what requests wait for adds up, so a thread that is slow now
+and then is slower than its median. Stalls, of more than three medians, are left out. Waits for the device are no part
+of it.
 """
 
 from collections import defaultdict
@@ -9,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from operator import attrgetter
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any, Final
 
 from profiler.core.errors import ConfigError
@@ -19,7 +21,8 @@ from serving.recording.files import read_steps
 from serving.recording.steps import Step
 
 KINDS: Final = ("decode", "prefill", "mixed")
-LEAST_STEPS = 5  # of one number of requests, for its median to count
+STALL = 3.0  # medians
+LEAST_STEPS = 5  # of one number of requests, for its mean to count
 WAITED_US = 50.0  # so long before the device's end a thread has come for one to say that it waited for it
 
 Part = Callable[[Step], float | None]
@@ -32,6 +35,14 @@ def _delivery(step: Step) -> float | None:
     assert step.updated_s and step.gpu_start_s is not None and step.gpu_us and step.wait_us is not None
     took_us = step.updated_s * 1e6 - (step.update_us or 0.0) - step.gpu_start_s * 1e6 - step.gpu_us
     return took_us if step.wait_us >= took_us + WAITED_US else None
+
+
+def _handover(step: Step) -> float | None:
+    """From the device's end to the update, of a thread that does nothing else: books and tokens."""
+    if None in (step.updated_s, step.update_us, step.gpu_start_s, step.gpu_us):
+        return None
+    assert step.updated_s and step.update_us is not None and step.gpu_start_s is not None and step.gpu_us
+    return step.updated_s * 1e6 - step.update_us - step.gpu_start_s * 1e6 - step.gpu_us
 
 
 def _less(whole: float | None, part: float | None) -> float | None:
@@ -141,14 +152,14 @@ def linear(
     wanted: Callable[[Log, Step], bool],
     requests: Callable[[Step], int] = _requests,
 ) -> Linear | None:
-    """Least squares over the medians by number of `requests`, each with the weight of its steps; None without two
+    """Least squares over the usual values by number of `requests`, each with the weight of its steps; None without two
     numbers of requests that have enough steps."""
     by_requests: dict[int, list[float]] = defaultdict(list)
     for log in logs:
         for step in log.steps:
             if wanted(log, step) and (value := part(step)) is not None:
                 by_requests[requests(step)].append(value)
-    points = [(n, median(found), len(found)) for n, found in by_requests.items() if len(found) >= LEAST_STEPS]
+    points = [(n, _usual(found), len(found)) for n, found in by_requests.items() if len(found) >= LEAST_STEPS]
     if len(points) < 2:
         return None
     return Linear(*_fit(points))
@@ -157,13 +168,13 @@ def linear(
 def layer_launch(logs: Iterable[Log], wanted: Callable[[Log, Step], bool]) -> tuple[float, float] | None:
     """(fixed_us, per_layer_us) of launching the layers one kernel at a time.
 
-    From the median of each number of layers; of a single one all of it counts as its layers'. None without steps.
+    From the usual value of each number of layers; of a single one all of it counts as its layers'. None without steps.
     """
     by_layers: dict[int, list[float]] = defaultdict(list)
     for log in logs:
         found = (step.forward_launch_us for step in log.steps if wanted(log, step))
         by_layers[log.layers] += [value for value in found if value is not None]
-    points = [(layers, median(found), len(found)) for layers, found in by_layers.items() if len(found) >= LEAST_STEPS]
+    points = [(layers, _usual(found), len(found)) for layers, found in by_layers.items() if len(found) >= LEAST_STEPS]
     if not points:
         return None
     if len(points) == 1:
@@ -191,8 +202,10 @@ def own_host(log: Log, otherwise: Host | None) -> Host:
     Raises ConfigError where that is None and the log lacks a part.
     """
     block = _block([log])
-    if not log.asynchronous:  # its books wait for the tokens
-        del block["bookkeep"]
+    if not log.asynchronous:
+        # Its books wait for the tokens and go on behind them, so one is not told from the other.
+        block |= {"tokens": _part([log], _handover), "bookkeep": {"fixed_us": 0.0, "per_request_us": 0.0}}
+        block = {name: one for name, one in block.items() if one is not None}
     lacking = [one.name for one in fields(Host) if one.name not in block and one.name not in OPTIONAL_HOST_PARTS]
     if otherwise is None and lacking:
         raise ConfigError(f"{log.path}: its log does not tell {', '.join(lacking)} of the host")
@@ -200,12 +213,24 @@ def own_host(log: Log, otherwise: Host | None) -> Host:
     return host_of(log.path, {name: one for name, one in (known | block).items() if one is not None})
 
 
+def _part(
+    logs: Sequence[Log],
+    part: Part,
+    wanted: Callable[[Log, Step], bool] = lambda log, step: True,
+    requests: Callable[[Step], int] = _requests,
+) -> dict[str, float] | None:
+    found = linear(logs, part, wanted, requests)
+    if found is None:
+        return None
+    return {"fixed_us": round(found.fixed_us, 1), "per_request_us": round(found.per_request_us, 2)}
+
+
 def _block(logs: Sequence[Log]) -> dict[str, Any]:
     block: dict[str, Any] = {}
 
     def part(name: str, of: str, wanted: Callable[[Log, Step], bool], requests: Any = _requests) -> None:
-        if (found := linear(logs, PARTS[of], wanted, requests)) is not None:
-            block[name] = {"fixed_us": round(found.fixed_us, 1), "per_request_us": round(found.per_request_us, 2)}
+        if (found := _part(logs, PARTS[of], wanted, requests)) is not None:
+            block[name] = found
 
     def launched(log: Log, step: Step) -> bool:
         return step.graph == "NONE" and log.mode != "engine"
@@ -227,6 +252,12 @@ def _block(logs: Sequence[Log]) -> dict[str, Any]:
     steps = sum(len(log.steps) for log in logs)
     block["source"] = f"{steps:,} steps of {len(logs)} recordings ({'; '.join(sorted({log.engine for log in logs}))})"
     return block
+
+
+def _usual(values: Sequence[float]) -> float:
+    """Mean of all that are no stalls."""
+    most = STALL * median(values)
+    return fmean(value for value in values if value <= most)
 
 
 def _median(part: Part, steps: Iterable[Step]) -> float | None:

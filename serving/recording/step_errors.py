@@ -62,9 +62,10 @@ def priced_steps(
     host: HostCost | None,
     cap_tokens: int | None,
     behind: Behind | None = None,
+    inputs_ns: int = 0,
 ) -> list[PricedStep]:
     """Every step with its price. cost: of the device; host: of the thread, None for one that takes no time.
-    behind: see serving.core.hosted.
+    behind, inputs_ns: see serving.core.hosted.
 
     Raises CoverageError for a batch outside the tables.
     """
@@ -82,9 +83,10 @@ def priced_steps(
             if behind is not None:
                 launched_us = max(launched_us, behind.end_ns(round(begin_us * 1e3), hosts[index], [shape]) / 1e3)
             gpu_start_us = step.gpu_start_s * 1e6
-            device = step.gpu_us, max(max(gpu_start_us, begin_us) + kernels_us, launched_us) - gpu_start_us
+            ready_us = begin_us - inputs_ns / 1e3
+            device = step.gpu_us, max(max(gpu_start_us, ready_us) + kernels_us, launched_us) - gpu_start_us
             free_us = _device_end_us(before) if before else 0.0
-            end_us = max(max(free_us, begin_us) + kernels_us, launched_us)
+            end_us = max(max(free_us, ready_us) + kernels_us, launched_us)
             following = steps[index + 1] if index + 1 < len(steps) else None
             if following is not None and following.start_s < (step.updated_s or 0.0):
                 more = hosts[index + 1]

@@ -118,6 +118,7 @@ def validate(
         hosted.host if hosted else None,
         spec.indexer.attended_cap_tokens if spec.indexer else None,
         hosted.behind if hosted else None,
+        hosted.inputs_ns if hosted else 0,
     )
     result = replay(cluster, trace, bundle_root=root, allow_extrapolation=allow_extrapolation, keep_itl=True)
     comparison = compare_requests(path.name, simulated_requests(result), recorded)

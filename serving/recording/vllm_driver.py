@@ -357,6 +357,7 @@ def cluster_file(
                     "cudagraph_capture_sizes": facts["capture_sizes"],
                     "enable_prefix_caching": arguments.prefix_caching,
                     "async_scheduling": facts["async_scheduling"],
+                    "shared_experts_stream": not arguments.single_stream,
                 },
             }
         ]

@@ -49,9 +49,9 @@ def requests_of(case, make):
     return [make(i, prompt, out, at, keys, rank) for i, (at, prompt, out, keys, rank) in enumerate(case.rows)]
 
 
-def of_core(case, host, behind=None):
+def of_core(case, host, behind=None, inputs_ns=0):
     engines = [engine(index, asynchronous=case.asynchronous, **options(case)) for index in range(case.ranks)]
-    hosted = HostedGroup(engines, COST, host, behind=behind, asynchronous=case.asynchronous)
+    hosted = HostedGroup(engines, COST, host, behind=behind, inputs_ns=inputs_ns, asynchronous=case.asynchronous)
     return replayed([hosted], requests_of(case, request))[0], hosted
 
 
@@ -60,16 +60,16 @@ def times_of(record):
 
 
 @settings(deadline=None, max_examples=300)
-@given(cases(), HOSTS, BEHIND)
+@given(cases(), HOSTS, BEHIND, st.sampled_from([0, 0, 40, 1_000]))
 @example(Case(((0, 8, 20, (), 0), (0, 8, 20, (), 0), (0, 8, 20, (), 0)), TIGHT, num_blocks=12, asynchronous=True),
-         LinearHost(HostTimes(50, 900, 30, 10)), None)  # fmt: skip
-def test_the_group_runs_as_the_program(case, host, behind):
+         LinearHost(HostTimes(50, 900, 30, 10)), None, 40)  # fmt: skip
+def test_the_group_runs_as_the_program(case, host, behind, inputs_ns):
     # Tokens of ranks that step in lockstep are scheduled alike; the order of the ranks is that of the router.
-    records, hosted = of_core(case, host, behind)
+    records, hosted = of_core(case, host, behind, inputs_ns)
     requests = requests_of(case, plain_request)
     engines = [plain_engine(index, **options(case)) for index in range(case.ranks)]
-    rest = (behind.first, behind.layers) if behind else ()
-    steps = reference.hosted.run(engines, COST, host, case.asynchronous, requests, *rest)
+    rest = (behind.first, behind.layers) if behind else (None, None)
+    steps = reference.hosted.run(engines, COST, host, case.asynchronous, requests, *rest, inputs_ns)
     for got, asked in zip(records, requests, strict=True):
         finish_ns = asked.token_ns[-1] if asked.outcome == "finished" else None
         expected = (asked.queued_ns, asked.scheduled_ns, asked.token_ns[0] if asked.token_ns else None, finish_ns,

@@ -16,6 +16,7 @@ def run(
     requests: Sequence[Request],
     behind_first: StepCost | None = None,
     behind_layers: StepCost | None = None,
+    inputs_ns: int = 0,
 ) -> list[tuple[int, int]]:
     """Replay `requests`, sorted by arrival, on ranks in lockstep, in turn; (begin of the launch, end on the device) of
     every step."""
@@ -47,7 +48,9 @@ def run(
             thread_ns += times.before_ns
             begin_ns = thread_ns
             thread_ns += times.launch_ns
-            device_ns = max(max(device_ns, begin_ns) + cost.step_ns(step.shapes), thread_ns)
+            kernels_ns = cost.step_ns(step.shapes)
+            # A device that is free before the launch copies the inputs meanwhile, else after the step before.
+            device_ns = max(device_ns + kernels_ns, begin_ns + kernels_ns - inputs_ns, thread_ns)
             for rest, after_ns in ((behind_first, times.first_ns), (behind_layers, times.layers_ns)):
                 if rest is not None and times.layers_ns > 0:
                     device_ns = max(device_ns, begin_ns + after_ns + rest.step_ns(step.shapes))

@@ -111,11 +111,15 @@ def test_the_host_of_one_recording() -> None:
     """Without asynchronous scheduling its books wait for the tokens, so these are as elsewhere."""
     whole = own_host(mixed_log(), None)
     assert whole.schedule == HostPart(50.0, 3.0) and whole.prepare_prefill == HostPart(900.0, 300.0)
-    elsewhere = replace(whole, bookkeep=HostPart(77.0, 7.0), schedule=HostPart(1.0, 1.0))
-    found = own_host(replace(mixed_log(), asynchronous=False), elsewhere)
-    assert (found.bookkeep, found.schedule) == (HostPart(77.0, 7.0), HostPart(50.0, 3.0))
-    with pytest.raises(ConfigError, match="its log does not tell bookkeep of the host"):
-        own_host(replace(mixed_log(), asynchronous=False), None)
+    elsewhere = replace(whole, bookkeep=HostPart(77.0, 7.0), schedule=HostPart(1.0, 1.0), replay=HostPart(2.0, 2.0))
+    # Of an engine that launches everything, one by one and without asynchronous scheduling.
+    eager = replace(mixed_log(), asynchronous=False, steps=tuple(s for s in mixed_log().steps if s.graph == "NONE"))
+    found = own_host(eager, elsewhere)
+    assert (found.bookkeep, found.schedule, found.replay) == (HostPart(0.0, 0.0), whole.schedule, HostPart(2.0, 2.0))
+    # Delivery 15 us, as long as the update begins behind the device's end.
+    assert found.tokens == HostPart(15.0, 0.0)
+    with pytest.raises(ConfigError, match="its log does not tell prepare, replay of the host"):
+        own_host(eager, None)
 
 
 def test_no_part_is_negative() -> None:
@@ -131,12 +135,18 @@ def test_one_number_of_layers_counts_all_of_a_launch_as_theirs() -> None:
     assert layer_launch([log(6)], lambda one, step: step.graph == "NONE") == pytest.approx((0.0, 2_900.0 + 700.0 / 6))
 
 
-def test_a_stall_moves_no_median() -> None:
+def test_a_stall_moves_nothing() -> None:
     steps = [*log().steps, step(5, noise_us=1e6), step(33, noise_us=1e6)]
     found = linear([replace(log(), steps=tuple(steps))], lambda one: one.schedule_us, lambda one, step: True)
     assert found is not None
     assert (found.fixed_us, found.per_request_us) == pytest.approx((50.0, 3.0))
     assert Linear(1.0, 2.0) != found
+
+
+def test_a_thread_that_is_slow_now_and_then_counts_as_its_mean() -> None:
+    steps = [step(n, noise_us=noise) for n in (1, 9) for noise in (0.0, 0.0, 0.0, 0.0, 40.0)]
+    found = linear([replace(log(), steps=tuple(steps))], lambda one: one.schedule_us, lambda one, step: True)
+    assert found is not None and found.fixed_us + found.per_request_us == pytest.approx(53.0 + 8.0)
 
 
 def test_rows_are_by_kind_graph_and_power_of_two() -> None:

@@ -1,0 +1,62 @@
+"""Replays against recordings of DeepSeek-V3.2 on one H200, with the host's times of each (see docs/validation.md).
+
+The recordings are the golden values. Bounds of steps are the targets (3 % in the median) where these are met; the
+others say what was reached, so that a change that makes the simulator worse shows.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from serving.recording.validate import Validation, validate
+
+RECORDED = Path(__file__).resolve().parents[1] / "recorded" / "H200" / "DeepSeek-V3.2-Exp-6L"
+# Bounds in per cent: mean TTFT, mean TPOT, median error of a step's device time, and of all their times summed.
+GRAPHS = {
+    "graphs-chat": (3.0, 2.0, 3.0, 2.0),
+    "graphs-mixed": (7.0, 9.0, 3.0, 3.0),
+    "graphs-saturated": (3.0, 2.5, 3.0, 2.0),
+    "graphs-prefixes": (6.0, 4.0, 3.0, 2.0),
+    "graphs-long": (6.5, 7.0, 3.0, 3.5),
+    "single-stream-mixed": (6.0, 6.0, 3.0, 2.0),
+}
+# Launched kernel by kernel, or with the host between any two steps: as noisy as the host.
+HOST = {
+    "eager-chat": (7.0, 6.0, 13.0, 2.0),
+    "eager-mixed": (3.0, 2.0, 5.0, 2.0),
+    "sync-mixed": (4.0, 3.0, 7.0, 2.0),
+}
+
+
+@pytest.fixture(scope="module")
+def validated() -> dict[str, Validation]:
+    return {}
+
+
+def of(name: str, validated: dict[str, Validation]) -> Validation:
+    if name not in validated:
+        validated[name] = validate(RECORDED / name, with_own_host=True)
+    return validated[name]
+
+
+@pytest.mark.parametrize("name", [*GRAPHS, *HOST])
+def test_errors_stay_as_small_as_they_are(name: str, validated: dict[str, Validation]) -> None:
+    found = of(name, validated)
+    off = {(one.metric, one.statistic): abs(one.difference_percent) for one in found.comparison.figures}
+    ttft, tpot, median, total = (GRAPHS | HOST)[name]
+    assert off["ttft", "mean"] <= ttft and off["tpot", "mean"] <= tpot
+    assert found.device["all"].median <= median and abs(found.device["all"].total) <= total
+    assert found.extrapolated_lookups == 0
+
+
+@pytest.mark.parametrize("name", [*GRAPHS, *HOST])
+def test_blocks_are_the_engines(name: str, validated: dict[str, Validation]) -> None:
+    """Exactly on the engine's own KV memory, within 2 % by the memory model."""
+    blocks = of(name, validated).blocks
+    assert blocks is not None and blocks.given == blocks.recorded
+    assert abs(blocks.predicted_percent) <= 2.0
+
+
+def test_a_full_cache_preempts_as_often(validated: dict[str, Validation]) -> None:
+    simulated, recorded = of("graphs-saturated", validated).preemptions
+    assert recorded == 13 and abs(simulated - recorded) <= 4
