@@ -2,7 +2,6 @@
 
 import math
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,13 @@ from profiler.quality import quality
 
 H200 = Ran(sm_count=132, tiles=True, heads=128, cap_tokens=2048)
 OUT = Outside("kernel", "python -m profiler profile")
+PACKED = {
+    "provenance": "measured",
+    "hardware": "H200",
+    "engine": {"name": "vllm"},
+    "kv": {"layout": "fp8_ds_mla"},
+    "grid": {f"tp{tp}/attention": {"dense_prefill": {"longer_than_tokens": 128}} for tp in (4, 8)},
+}
 
 
 def waves(chunk: int, context: int, size: int, cap: int | None) -> int:
@@ -82,14 +88,7 @@ def test_a_fixed_number_of_picks_is_read_whatever_there_is() -> None:
 
 
 def test_what_ran_is_read_from_the_bundle() -> None:
-    spec = load_model("deepseek-ai/DeepSeek-V3.2-Exp")
-    meta = {
-        "provenance": "measured",
-        "hardware": "H200",
-        "engine": {"name": "vllm"},
-        "kv": {"layout": "fp8_ds_mla"},
-        "grid": {f"tp{tp}/attention": {"dense_prefill": {"longer_than_tokens": 128}} for tp in (4, 8)},
-    }
+    meta, spec = PACKED, load_model("deepseek-ai/DeepSeek-V3.2-Exp")
     assert ran_of(meta, spec, 4) == Ran(132, True, 32, 2048, whole_below=128, decodes_apart=True)
     assert ran_of(meta, spec, 8) == Ran(132, True, 16, 2048, whole_below=sys.maxsize)
     assert ran_of(meta | {"kv": {"layout": "bf16"}}, spec, 8) == Ran(132, True, 16, 2048, flash_attention=True)
@@ -106,7 +105,7 @@ def test_what_ran_is_read_from_the_bundle() -> None:
 def test_few_heads_read_every_pick_for_chunks_of_any_length() -> None:
     """Up to 31 heads per rank every token of a step runs FlashMLA's decode kernel. The times are of an H200 at tp 8,
     chunks without a context; work that grows with the position puts 1,024 tokens 32 % too low."""
-    few = prefill_work("sparse_mla", replace(H200, heads=16, whole_below=sys.maxsize))
+    few = prefill_work("sparse_mla", ran_of(PACKED, load_model("deepseek-ai/DeepSeek-V3.2-Exp"), 8))
     assert few is not None and few.prefill(4096, 0) == few.prefill(4096, 70_000)
     rows = [BatchRow(chunk, 0, 0, 0, time) for chunk, time in ((257, 235.874), (2048, 1815.56), (16384, 14437.5))]
     grid = prefill_grid(rows, OUT, few)
