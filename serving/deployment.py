@@ -455,6 +455,7 @@ def _kv(instance: Instance, spec: ModelSpec, hardware: Hardware | None, limits: 
         max_num_seqs=limits.max_num_seqs,
         block_tokens=asked.block_tokens,
         available_kv_gib=asked.available_kv_gib,
+        cuda_graph_gib=0.0 if asked.eager else None,
         mtp_layers=min(asked.speculation.tokens, spec.mtp_layers) if asked.speculation else 0,
     )
     if asked.num_gpu_blocks is not None:

@@ -46,13 +46,14 @@ def block_counts(
         asked, memory = meta["engine_kwargs"], engine["memory_gib"]
         if "num_gpu_blocks_override" in asked:
             return None
-        limits = {
+        limits: dict[str, Any] = {
             "max_model_len": int(asked["max_model_len"]),
             "kv_dtype": str(asked["kv_cache_dtype"]),
             "utilization": float(asked["gpu_memory_utilization"]),
             "max_num_batched_tokens": int(asked["max_num_batched_tokens"]),
             "max_num_seqs": int(asked["max_num_seqs"]),
             "block_tokens": asked.get("block_size"),
+            "cuda_graph_gib": 0.0 if asked.get("enforce_eager") else None,
         }
         recorded, available = int(engine["own_num_gpu_blocks"]), float(memory["available_kv_cache_memory"])
     except KeyError as error:

@@ -232,6 +232,10 @@ def test_blocks_of_an_engine(tmp_path: Path) -> None:
     assert sum(two for name, (_, two) in found.terms_gib.items() if name != "requested" and two) == pytest.approx(
         gpu.memory_total_gib * 0.9
     )
+    eager = {"engine_kwargs": meta["engine_kwargs"] | {"enforce_eager": True}}
+    without_graphs = block_counts(spec, gpu, eager, ENGINE)
+    assert without_graphs is not None and without_graphs.predicted > found.predicted
+    assert without_graphs.terms_gib["cuda_graphs"][1] == 0.0
     assert block_counts(spec, gpu, {"engine_kwargs": {"num_gpu_blocks_override": 9}}, {"memory_gib": {}}) is None
     with pytest.raises(ConfigError, match="lack 'own_num_gpu_blocks'"):
         block_counts(spec, gpu, meta, {"memory_gib": {}})
