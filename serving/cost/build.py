@@ -18,6 +18,7 @@ from profiler.core.registry import family
 from profiler.core.shard import stage_layers
 from profiler.core.types import Category, Component, ModelSpec, Parallel
 from profiler.core.unequal import forms_of, make_skew
+from profiler.kernels._beside import beside_of
 from profiler.kernels._placement import decode_lookup, prefill_lookup, ran_of, steps_of
 from profiler.kernels._unequal import together_of
 from serving.backends import DEFAULT, sends
@@ -243,6 +244,9 @@ class _Builder:
         steps, forms = steps_of(self.spec, one.name), forms_of(self.bundle.meta, tp, one.name)
         # Bundles without a choice of forms have no correction of kernels that read capped lengths.
         skewed = self.query_tokens == 1 and (forms.decode is not None or not self._cap_tokens(one))
+        shared, beside = forms.prefills == "together", None
+        if forms.joint == "beside" and prefill and decode and self.query_tokens == 1:
+            beside = beside_of(rows, one.name, self.spec, self.ran, outside, shared)
         return Kernel(
             name=one.name,
             count=count,
@@ -250,11 +254,12 @@ class _Builder:
             decode=decode,
             mixed=mixed_grid(rows, outside) if decode and prefill else None,
             skew=make_skew(self.bundle.skew.get((tp, one.name), ()), forms.longest_at) if skewed else None,
-            together=together_of(one.name, self.spec, self.ran) if forms.prefills == "together" else None,
+            together=together_of(one.name, self.spec, self.ran) if shared else None,
             fixed_us=fixed_us(prefill, steps) if prefill else 0.0,
             cap_tokens=self._cap_tokens(one),
             prefill_when=_prefill_when(one),
             provenance=self.provenance,
+            beside=beside,
         )
 
     def _cap_tokens(self, one: Component) -> int:

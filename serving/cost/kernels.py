@@ -6,7 +6,7 @@ from typing import Literal
 
 from profiler.core.grid import Grid
 from profiler.core.grid_mixed import MixedGrid
-from profiler.core.unequal import Prefill, Skew, Together, beyond_fixed_us
+from profiler.core.unequal import Beside, Prefill, Skew, Together, beyond_fixed_us
 from serving.core.shape import StepShape
 
 PrefillWhen = Literal["always", "dense", "sparse", "selection", "never"]
@@ -21,7 +21,8 @@ class Kernel:
     and their mean keys. mixed: the kernel runs prefill and decode rows in one launch that was measured as such; then
     the longest prefill is priced together with the decode rows. skew: correction for decode rows of unequal lengths
     (profiler.core.unequal has both forms). fixed_us: see profiler.core.grid.fixed_us. cap_tokens: most keys that it
-    reads of each request, 0 for all. prefill_when: the steps in which it takes prefill rows.
+    reads of each request, 0 for all. prefill_when: the steps in which it takes prefill rows. beside: what prefills add
+    to decodes where other kernels run them than alone; a single new token is then one more decode.
     """
 
     name: str
@@ -35,12 +36,15 @@ class Kernel:
     cap_tokens: int
     prefill_when: PrefillWhen
     provenance: str
+    beside: Beside | None = None
 
     def us(self, shape: StepShape, prefills: Sequence[Prefill]) -> float:
         """Microseconds of one call. `prefills` are the requests whose prefill rows this kernel runs."""
         decodes = shape.decode_requests if self.decode is not None else 0
         if not decodes:
             return self._prefills(prefills) if prefills else 0.0
+        if self.beside is not None and prefills:
+            return self._beside(self.beside, shape, prefills)
         longest, cap = shape.decode_kv_max_tokens, self.cap_tokens
         if cap:
             keys = shape.decode_kv_capped_sum_tokens / decodes
@@ -55,6 +59,17 @@ class Kernel:
         rest = list(prefills)
         rest.remove(first)
         return self._mixed(first, decodes, keys, longest) + self._beyond_fixed(rest)
+
+    def _beside(self, beside: Beside, shape: StepShape, prefills: Sequence[Prefill]) -> float:
+        cap = self.cap_tokens
+        single = [min(context + 1, cap) if cap else context + 1 for chunk, context in prefills if chunk == 1]
+        own = shape.decode_kv_max_tokens
+        longest = max(min(own, cap) if cap else own, *single, 0)
+        keys = (shape.decode_kv_capped_sum_tokens if cap else shape.decode_kv_sum_tokens) + sum(single)
+        requests = shape.decode_requests + len(single)
+        decodes = self._decode(requests, keys / requests, longest)
+        rest = [prefill for prefill in prefills if prefill[0] > 1]
+        return decodes + beside.us(rest) if rest else decodes
 
     def _prefills(self, prefills: Sequence[Prefill]) -> float:
         assert self.prefill is not None

@@ -11,10 +11,13 @@ from profiler.core.errors import CoverageError
 from profiler.core.grid import BatchRow, Outside
 from profiler.core.grid_work import Work
 from profiler.core.registry import load_model
+from profiler.core.types import Parallel
 from profiler.core.unequal import Beside, forms_of
 from profiler.kernels._beside import beside_of
 from profiler.kernels._placement import Ran, ran_of
 from profiler.skew import fit_skew
+from serving.core.shape import StepShape
+from serving.cost import build_cost
 
 SPEC = load_model("deepseek-ai/DeepSeek-V3.2-Exp")
 H200 = Ran(sm_count=132, tiles=True, heads=128, cap_tokens=2048, whole_below=256, decodes_apart=True)
@@ -87,3 +90,25 @@ def test_measured_prefills_beside_decodes_are_met(tp: int, p90: float, p99: floa
     assert "form" not in report["index_topk"]["joint"]
     meta = {"grid": {f"tp{tp}/skew": {"fit": report}}}
     assert forms_of(meta, tp, "sparse_mla").joint == "beside" and forms_of(meta, tp, "index_topk").joint is None
+
+
+def test_serving_prices_prefills_beside_decodes_as_the_report_does() -> None:
+    """A short chunk alone keeps the decode kernel's price; one of a single token is one more decode."""
+    root = Path(profiler.__file__).parent / "perf-native"
+    bundle = read_bundle(root / "H200/deepseek-ai/DeepSeek-V3.2-Exp/fp8-kvfp8_ds_mla", tps={1})
+    cost = build_cost(bundle=bundle, spec=SPEC, parallel=Parallel(), hardware=None, max_num_batched_tokens=8192)
+    kernel = next(one for one in cost.kernels if one.name == "sparse_mla")
+
+    def us(*prefills: tuple[int, int], decodes: int = 64, keys: int = 4096) -> float:
+        capped = decodes * min(keys, 2048)
+        return kernel.us(StepShape(prefills, decodes, decodes * keys, keys if decodes else 0, capped, 1), prefills)
+
+    # Batches of skew.csv, in microseconds.
+    assert us((128, 0)) == pytest.approx(172.5, rel=0.04)
+    assert us((128, 65_536)) == pytest.approx(319.0, rel=0.03)
+    assert us((128, 0), decodes=8, keys=65_536) == pytest.approx(86.7, rel=0.12)
+    assert us((2048, 8192)) == pytest.approx(2304.9, rel=0.03)
+    assert us((128, 0), decodes=0) == pytest.approx(221.0, rel=0.01)
+    assert us((1, 5000)) == us(decodes=65, keys=2048)
+    assert us((1, 5000), (128, 0)) == pytest.approx(us(decodes=65, keys=2048) + us((128, 0)) - us())
+    assert us((128, 4096), (128, 4096)) < 2 * us((128, 4096)) - us()

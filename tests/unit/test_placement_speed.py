@@ -35,6 +35,7 @@ def test_a_step_is_that_of_the_cost_model(tmp_path: Path) -> None:
         hardware=H200,
         max_num_batched_tokens=4096,
         capture_sizes=default_capture_sizes(256),
+        step_us=H200.step_overhead_us or 0.0,
     )
     shape = StepShape((), 32, 32 * 4096, 4096, 32 * 2048, 32)  # 250 over 8 ranks: 32 on the fullest
     step_s = cost.step_ns([shape] * 8) / 1e9
