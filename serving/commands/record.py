@@ -14,7 +14,7 @@ from profiler.core.errors import AcquisitionError, ConfigError
 if TYPE_CHECKING:
     from serving.recording.plays import Asked
 
-_MODES = ("decode-graphs", "eager", "engine")
+_MODES = ("decode-graphs", "eager", "piecewise", "engine")
 
 
 @click.command("record")
@@ -50,7 +50,8 @@ _MODES = ("decode-graphs", "eager", "engine")
     default="decode-graphs",
     show_default=True,
     help="decode-graphs: nothing is compiled, so the kernels are those of the tables; decode steps run in CUDA "
-    "graphs. eager: without graphs. engine: compiled and with graphs of all kinds, vLLM's own default.",
+    "graphs. eager: without graphs. piecewise: as decode-graphs, but steps with prefills run in graphs of parts of "
+    "layers, up to the largest of --capture-sizes. engine: compiled and with graphs of all kinds, vLLM's own default.",
 )
 @click.option("--capture-sizes", metavar="N,N,...", help="Batch sizes of the CUDA graphs.  [default: the engine's]")
 @click.option("--prefix-caching/--no-prefix-caching", default=True, show_default=True)

@@ -233,7 +233,7 @@ def _block(logs: Sequence[Log]) -> dict[str, Any]:
             block[name] = found
 
     def launched(log: Log, step: Step) -> bool:
-        return step.graph == "NONE" and log.mode != "engine"
+        return step.graph == "NONE" and log.mode not in ("engine", "piecewise")
 
     def launch(name: str, wanted: Callable[[Log, Step], bool]) -> None:
         if (found := layer_launch(logs, wanted)) is not None:

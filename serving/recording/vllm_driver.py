@@ -18,6 +18,8 @@ from serving.traces import TraceRequest
 MODES: Final = {
     "decode-graphs": "the kernels of the tables: nothing compiled, decode steps in CUDA graphs, others launched",
     "eager": "every kernel launched by the host",
+    "piecewise": "the kernels of the tables too, nothing fused; decode steps in CUDA graphs, others in graphs of parts "
+    "of layers as far as the captured sizes reach",
     "engine": "as vLLM runs by default: compiled, with CUDA graphs of whole decode steps and of parts of the others",
 }
 
@@ -64,6 +66,9 @@ class EngineArguments:
         compilation: dict[str, Any] = {}
         if self.mode == "decode-graphs":
             compilation = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+        if self.mode == "piecewise":
+            # Layers are cut at attention, as vLLM compiles them, and what is between runs as it is written.
+            compilation = {"mode": 3, "backend": "eager", "custom_ops": ["all"], "cudagraph_mode": "FULL_AND_PIECEWISE"}
         if self.capture_sizes is not None and self.mode != "eager":
             compilation["cudagraph_capture_sizes"] = list(self.capture_sizes)
         if compilation:
@@ -138,10 +143,8 @@ class VllmDriver:
 
     def _balanced(self, moe: MoeDims) -> dict[str, Any]:
         """Even loads of the experts, as trained models have them; what was found, or why they are as they come."""
-        from profiler.engines.vllm_support.balance import balance
+        from profiler.engines.vllm_support.balance import balance, uncompiled
 
-        if self._arguments.mode == "engine":
-            return {"not_evened": "a compiled model does not tell its routers' logits"}
         length = min(_BALANCE_TOKENS, self._arguments.max_model_len - 1)
         requests = [TraceRequest(f"balance {i}", 0, length, 1) for i in range(_BALANCE_REQUESTS)]
 
@@ -152,8 +155,10 @@ class VllmDriver:
             while self.has_work():
                 self.step()
 
+        model = self.runner.get_model()
         try:
-            return dict(balance(self.runner.get_model(), moe, run))
+            with uncompiled(model):
+                return dict(balance(model, moe, run))
         except Exception as error:  # a recording with uneven loads is one still, and says so
             print(f"warning: expert loads are not evened: {type(error).__name__}: {error}", file=sys.stderr)
             return {"not_evened": f"{type(error).__name__}: {error}"}

@@ -165,6 +165,14 @@ def test_limits_of_a_play_are_read_and_others_refused() -> None:
             Limits.parse(text)
 
 
+def test_pieces_run_what_is_written() -> None:
+    arguments = EngineArguments(8192, 2048, 16, "auto", 0.9, None, None, "piecewise", (1, 512), True, True, False, 1)
+    assert arguments.keywords()["compilation_config"] == {
+        "mode": 3, "backend": "eager", "custom_ops": ["all"], "cudagraph_mode": "FULL_AND_PIECEWISE",
+        "cudagraph_capture_sizes": [1, 512],
+    }  # fmt: skip
+
+
 def test_modes_become_engine_arguments() -> None:
     def keywords(mode: str, sizes: tuple[int, ...] | None = None) -> dict[str, Any]:
         return EngineArguments(8192, 2048, 16, "auto", 0.9, None, None, mode, sizes, True, True, False, 1).keywords()

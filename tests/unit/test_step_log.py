@@ -232,17 +232,20 @@ def test_expert_loads_are_evened_on_prompts_of_their_own(monkeypatch: pytest.Mon
     monkeypatch.setattr(vllm_driver, "_BALANCE_TOKENS", 8)
     device = stand_in.Device()
     driver = driver_of(device, monkeypatch, True)
-    driver.runner.get_model = lambda: "the model"
+    part = SimpleNamespace(do_not_compile=False)
+    model = SimpleNamespace(modules=lambda: [part])
+    driver.runner.get_model = lambda: model
     ran = []
 
-    def balance(model: str, moe: MoeDims, run: Any) -> dict[str, float]:
+    def balance(model: Any, moe: MoeDims, run: Any) -> dict[str, float]:
         run()
+        assert part.do_not_compile, "hooks of a compiled model are not run"
         ran.append((model, moe, sum(step.tokens for step in driver.steps())))
         return {"routers": 1}
 
     monkeypatch.setattr("profiler.engines.vllm_support.balance.balance", balance)
     assert driver._balanced(MOE) == {"routers": 1}
-    assert ran == [("the model", MOE, 4 * 8)] and not driver.has_work()
+    assert ran == [(model, MOE, 4 * 8)] and not driver.has_work() and not part.do_not_compile
     # The play that follows knows nothing of it.
     requests = trace((0.0, 5, 2))
     driver.begin(requests, NO_LIMITS)
@@ -253,13 +256,11 @@ def test_expert_loads_are_evened_on_prompts_of_their_own(monkeypatch: pytest.Mon
 def test_loads_that_cannot_be_evened_are_told(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def balance(model: str, moe: MoeDims, run: Any) -> dict[str, float]:
+    def balance(model: Any, moe: MoeDims, run: Any) -> dict[str, float]:
         raise AcquisitionError("no router with a correction bias ran")
 
     monkeypatch.setattr("profiler.engines.vllm_support.balance.balance", balance)
     driver = driver_of(stand_in.Device(), monkeypatch, True)
-    driver.runner.get_model = lambda: "the model"
+    driver.runner.get_model = lambda: SimpleNamespace(modules=list)
     assert "no router" in driver._balanced(MOE)["not_evened"]
     assert "expert loads are not evened" in capsys.readouterr().err
-    driver._arguments = replace(ARGUMENTS, mode="engine")
-    assert "compiled" in driver._balanced(MOE)["not_evened"]

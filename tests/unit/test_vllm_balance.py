@@ -6,7 +6,7 @@ torch = pytest.importorskip("torch")
 
 from profiler.core.errors import AcquisitionError  # noqa: E402
 from profiler.core.types import MoeDims  # noqa: E402
-from profiler.engines.vllm_support.balance import balance, even_bias  # noqa: E402
+from profiler.engines.vllm_support.balance import balance, even_bias, uncompiled  # noqa: E402
 from profiler.ops.moe import grouped_topk  # noqa: E402
 
 GROUPED = MoeDims(64, 4, 32, 1, 32, n_group=8, topk_group=4, has_bias=True)
@@ -77,3 +77,26 @@ def test_every_router_is_evened_wherever_its_bias_is() -> None:
 def test_a_model_whose_routers_did_not_run_is_told() -> None:
     with pytest.raises(AcquisitionError, match="no router with a correction bias ran"):
         balance(torch.nn.ModuleList([Block(PLAIN, True)]), PLAIN, lambda: None)
+
+
+class Compiled(torch.nn.Module):
+    """As vLLM's decorator leaves a module: its call goes past the hooks of what is in it, unless told not to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(2, 2)
+        self.do_not_compile = False
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        return self.inner(given) if self.do_not_compile else self.inner.forward(given)
+
+
+def test_hooks_of_a_compiled_model_are_seen_inside() -> None:
+    model, seen = torch.nn.Sequential(Compiled(), torch.nn.Linear(2, 2)), []
+    model[0].inner.register_forward_hook(lambda *_: seen.append(1))
+    model(torch.zeros(1, 2))
+    with pytest.raises(RuntimeError, match="within"), uncompiled(model):
+        model(torch.zeros(1, 2))
+        raise RuntimeError("within")
+    model(torch.zeros(1, 2))
+    assert len(seen) == 1 and model[0].do_not_compile is False

@@ -6,6 +6,7 @@ the load (DeepSeek-V3, section 2.1.2). Here the logits of some thousand random t
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
 from profiler.core.errors import AcquisitionError
@@ -46,6 +47,19 @@ def balance(model: Any, moe: MoeDims, run: Callable[[], object]) -> dict[str, fl
         "spread_before": round(sum(first) / len(first), 4),
         "spread_after": round(sum(last) / len(last), 4),
     }
+
+
+@contextmanager
+def uncompiled(model: Any) -> Iterator[None]:
+    """Inside, modules that vLLM has compiled run as they are written, so that hooks see them."""
+    compiled = [module for module in model.modules() if getattr(module, "do_not_compile", None) is False]
+    for module in compiled:
+        module.do_not_compile = True
+    try:
+        yield
+    finally:
+        for module in compiled:
+            module.do_not_compile = False
 
 
 def even_bias(logits: Any, moe: MoeDims, bias: Any) -> tuple[Any, float, float]:
