@@ -4,7 +4,6 @@ of scheduling, and what they say of the batches is what the engine ran."""
 import json
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
