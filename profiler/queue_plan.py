@@ -24,7 +24,7 @@ may hold what jobs share). A text of `after` with a slash or a dot is a file.
 import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -81,6 +81,20 @@ class Plan:
     def where(self, job: QueueJob) -> str:
         """How messages name a job."""
         return f"{self.path}: job {job.name}"
+
+
+def only(plan: Plan, names: Sequence[str]) -> Plan:
+    """The plan with these jobs alone, in its order; they no longer wait for jobs that are left out.
+
+    Raises ConfigError for a name that the plan does not have.
+    """
+    known = [job.name for job in plan.jobs]
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"{plan.path}: {unknown('job', name, known)}")
+    left_out = set(known) - set(names)
+    jobs = (job for job in plan.jobs if job.name in names)
+    return replace(plan, jobs=tuple(replace(job, after=None) if job.after in left_out else job for job in jobs))
 
 
 def read_plan(path: Path) -> Plan:

@@ -25,8 +25,9 @@ _PREPARED = ("profile", "coverage")
     type=click.Path(file_okay=False, path_type=Path),
     help="Folder of logs and state; an unfinished one is resumed.  [default: outputs/queue/NAME of the plan]",
 )
+@click.option("--only", "names", metavar="JOB,JOB,...", help="These jobs of the plan alone, in its order.")
 @click.option("--dry-run", is_flag=True, help="Check the plan, print minutes, and stop; needs no GPU.")
-def command(plan_file: Path, folder: Path | None, dry_run: bool) -> None:
+def command(plan_file: Path, folder: Path | None, names: str | None, dry_run: bool) -> None:
     """Run the jobs of PLAN.yaml (see docs/guide/profiling.md) one after another on the card here.
 
     While one job measures, the process of the next imports what it needs. Every job has NAME.out and NAME.err in the
@@ -34,10 +35,12 @@ def command(plan_file: Path, folder: Path | None, dry_run: bool) -> None:
     others: at the end there is one line for each, and the exit code is 6.
     """
     from profiler.core.errors import AcquisitionError
-    from profiler.queue_plan import read_plan
+    from profiler.queue_plan import only, read_plan
     from profiler.queue_run import done_before, run_queue
 
     plan = read_plan(plan_file)
+    if names is not None:
+        plan = only(plan, names.split(","))
     folder = folder or Path("outputs", "queue", plan.name)
     contexts = {job.name: _parsed(plan, job) for job in plan.jobs}
     done = done_before(plan, folder)

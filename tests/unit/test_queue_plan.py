@@ -5,12 +5,13 @@ from typing import Any
 
 import pytest
 import yaml
+from click.testing import CliRunner
 
 from profiler.__main__ import main
 from profiler.commands import queue as queue_command
 from profiler.core.errors import ConfigError
 from profiler.core.paths import data_root
-from profiler.queue_plan import Compile, Plan, read_plan
+from profiler.queue_plan import Compile, Plan, only, read_plan
 
 V32 = "deepseek-ai/DeepSeek-V3.2-Exp"
 SHIPPED = sorted((data_root() / "configs" / "queue").glob("*.yaml"))
@@ -188,3 +189,19 @@ def test_the_shipped_plans_measure_what_is_shared_once() -> None:
     assert not any({"indexer", "moe"} & set(wanted["h200-deepseek-v32", name]) for name in ("tp1", "tp2", "tp4", "tp8"))
     assert wanted["h200-glm-5-fp8", "tp1"] is None
     assert not any("indexer" in wanted["h200-glm-5-fp8", name] for name in ("tp2", "tp4", "tp8"))
+
+
+def test_some_jobs_alone_wait_for_none_that_is_left_out(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        a_job(),
+        a_job(name="b", after="a"),
+        a_job(name="c", after="b"),
+        a_job(name="d", after="there.txt"),
+    )
+    found = only(read_plan(path), ["d", "c", "b"])
+    assert [(job.name, job.after) for job in found.jobs] == [("b", None), ("c", "b"), ("d", "there.txt")]
+    ran = CliRunner().invoke(queue_command.command, [str(path), "--dry-run", "--only", "b"])
+    assert ran.exit_code == 0 and "1 jobs, 0 done before" in ran.output
+    with pytest.raises(ConfigError, match="unknown job 'bb'; did you mean 'b'"):
+        only(read_plan(path), ["bb"])
