@@ -10,11 +10,11 @@ from typing import Any
 
 from profiler.core.bundle import Bundle, find_bundle, variants
 from profiler.core.errors import CapacityError, ConfigError, ContractError
-from profiler.core.hardware import Hardware, known_hardware, load_hardware
+from profiler.core.hardware import Hardware, Host, known_hardware, load_hardware
 from profiler.core.kv import KvLayout, kv_layout
 from profiler.core.naming import variant_name
 from profiler.core.registry import load_model, load_model_config, read_model
-from profiler.core.stack import cut
+from profiler.core.stack import component_calls, cut
 from profiler.core.types import ModelSpec
 from profiler.core.units import GIB
 from profiler.core.weights import engine_weights
@@ -353,7 +353,8 @@ def _table_host(
     return TableHost(
         host=host,
         layers=spec.num_layers,
-        first_layers=_first_layers(spec),
+        first_layers=_launch_layers(spec, host, _first_layers(spec)),
+        launch_layers=_launch_layers(spec, host, spec.num_layers),
         experts_last=spec.layers[-1].mlp == "moe",
         largest_graph_tokens=max(sizes, default=0),
         compiled=not engine.eager and engine.graph_mode != "FULL_DECODE_ONLY",
@@ -394,7 +395,7 @@ def _behind(priced: Callable[..., AnyCost], spec: ModelSpec, table_host: TableHo
         assert isinstance(cost, TableCost)
         return cost
 
-    first = table_host.first_layers
+    first = _first_layers(spec)
     head = last_layers(0)
     if table_host.experts_last:
         head = replace(head, by_group_tokens=last_layers(1).by_group_tokens)
@@ -407,6 +408,11 @@ def _host_source(engine: EngineSettings, table_host: TableHost | None) -> str:
     if table_host is None:
         return "not known"
     return "host file" if engine.host else "hardware file"
+
+
+def _launch_layers(spec: ModelSpec, host: Host, layers: int) -> float:
+    """The first `layers` layers in layers of as many components as those that were launched in `host`."""
+    return component_calls(spec, layers) / host.launch_components if host.launch_components else layers
 
 
 def _first_layers(spec: ModelSpec) -> int:

@@ -23,7 +23,7 @@ _LINK_KEYS = ("bandwidth_gbps", "latency_us", "source")
 _LARGEST = 1e9
 TIERS = ("intra_node", "inter_node")
 _HOST_PARTS = ("schedule", "prepare", "replay", "sample", "bookkeep", "tokens", "update", "output")
-OPTIONAL_HOST_PARTS = ("prepare_prefill", "launch_mixed", "piecewise")
+OPTIONAL_HOST_PARTS = ("prepare_prefill", "launch_mixed", "piecewise", "launch_components")
 _HOST_LAUNCHES = ("launch", "launch_mixed", "piecewise")
 
 
@@ -66,7 +66,8 @@ class Host:
     step has prefills and decodes, whose attention runs one after the other. sample, bookkeep: the sampler and the
     batch's books. tokens: from the device's end of the step until the thread has its tokens, were it to wait for
     nothing else. update, output: into the scheduler, and into the outputs of the requests. launch_mixed, piecewise:
-    None where nobody has measured it.
+    None where nobody has measured it. launch_components: components per layer (of profiler.families) of the layers that
+    `launch` counts, of which those of other models have more or fewer; None leaves that out.
     """
 
     schedule: HostPart
@@ -82,6 +83,7 @@ class Host:
     source: str
     prepare_prefill: HostPart | None = None
     launch_mixed: HostLaunch | None = None
+    launch_components: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,6 +256,9 @@ def host_of(path: Path, value: Any) -> Host:
         launch=launches["launch"],
         launch_mixed=launches.get("launch_mixed"),
         piecewise=launches.get("piecewise"),
+        launch_components=_positive(path, "host.launch_components", value["launch_components"])
+        if "launch_components" in value
+        else None,
         source=_text(path, "host.source", value["source"]),
     )
 

@@ -181,6 +181,15 @@ def _take_names(names: Sequence[str], old: int, layers: Sequence[int]) -> list[s
     return kept
 
 
+def component_calls(spec: ModelSpec, layers: int | None = None) -> int:
+    """Components that the first `layers` layers run, by default all, each as often as it is run.
+
+    What only some steps run counts too, so that this compares stacks rather than counts launches.
+    """
+    model = family(spec.family)
+    return sum(len(model.layer_components(spec, kind)) for kind in spec.layers[:layers])
+
+
 def fold(spec: ModelSpec) -> StackCost:
     """Every component of one forward pass with its count: prologue and head once, each layer kind times its layers.
 

@@ -18,11 +18,13 @@ EXPERTS_SHARE: Final = 12 / 51
 class TableHost:
     """See profiler.core.hardware.Host for the numbers, and serving.core.hosted for what becomes of them.
 
-    first_layers: of them, those ahead of layers of another kind, 0 where all are of one. largest_graph_tokens: of the
-    CUDA graphs, 0 without any. compiled: layers are compiled code, in graphs of parts of layers as far as those reach;
-    else steps with prefills are launched kernel by kernel, as all beyond the graphs. Launching compiled layers outside
-    of graphs is priced as inside, and where nobody has measured either, as nothing: a bound from below. experts_last:
-    the last layer has experts. added: further work before a step, such as that of a recorder.
+    first_layers: of those that are launched, those ahead of layers of another kind, 0 where all are of one.
+    launch_layers: as many layers as `host.launch` counted have so many components; None is `layers`.
+    largest_graph_tokens: of the CUDA graphs, 0 without any. compiled: layers are compiled code, in graphs of parts of
+    layers as far as those reach; else steps with prefills are launched kernel by kernel, as all beyond the graphs.
+    Launching compiled layers outside of graphs is priced as inside, and where nobody has measured either, as nothing: a
+    bound from below. experts_last: the last layer has experts. added: further work before a step, such as that of a
+    recorder.
     """
 
     host: Host
@@ -31,7 +33,8 @@ class TableHost:
     compiled: bool
     asynchronous: bool
     added: HostPart = NOTHING
-    first_layers: int = 0
+    first_layers: float = 0.0
+    launch_layers: float | None = None
     experts_last: bool = False
     _known: dict[tuple[str, int, int], HostTimes] = field(default_factory=dict, compare=False, repr=False)
 
@@ -75,8 +78,9 @@ class TableHost:
         # The device begins a graph when all of it is launched, and single kernels with the first of them.
         graph: tuple[HostPart, ...] = (host.replay,) if launched == "replay" else ()
         by_layer: HostLaunch | None = None if launched == "replay" else getattr(host, launched)
-        layers_us = _launch_us(by_layer, self.layers)
         one_by_one = launched in ("launch", "launch_mixed")
+        layers = self.layers if self.launch_layers is None or not one_by_one else self.launch_layers
+        layers_us = _launch_us(by_layer, layers)
         first_us = _launch_us(by_layer, self.first_layers) if one_by_one else 0.0
         last_us = by_layer.per_layer_us * EXPERTS_SHARE if by_layer and self.experts_last else 0.0
         # Without asynchronous scheduling the books wait for the tokens.
@@ -91,5 +95,5 @@ class TableHost:
         )
 
 
-def _launch_us(launch: HostLaunch | None, layers: int) -> float:
+def _launch_us(launch: HostLaunch | None, layers: float) -> float:
     return launch.fixed_us + launch.per_layer_us * layers if launch and layers else 0.0

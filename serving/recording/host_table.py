@@ -17,6 +17,8 @@ from typing import Any, Final
 from profiler.core.errors import ConfigError
 from profiler.core.hardware import OPTIONAL_HOST_PARTS, Host, host_of
 from profiler.core.load import read_mapping
+from profiler.core.registry import load_model, load_model_config, read_model
+from profiler.core.stack import component_calls, cut
 from serving.recording.files import read_steps
 from serving.recording.steps import Step
 
@@ -71,7 +73,8 @@ PARTS: Final[Mapping[str, Part]] = {
 @dataclass(frozen=True, slots=True)
 class Log:
     """The steps of one recording. asynchronous: its engine scheduled a step while the one before ran. mode: of
-    serving.recording.vllm_driver.MODES. engine: model, version and card, for the source of what is found."""
+    serving.recording.vllm_driver.MODES. engine: model, version and card, for the source of what is found. components:
+    per layer; None for a model that is not known here."""
 
     path: Path
     layers: int
@@ -79,6 +82,7 @@ class Log:
     steps: tuple[Step, ...]
     mode: str = "decode-graphs"
     engine: str = ""
+    components: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,9 +119,18 @@ def read_log(path: Path) -> Log:
             tuple(read_steps(folder)),
             str(meta["mode"]),
             name,
+            _components(str(meta["model"]), int(meta["layers"])),
         )
     except KeyError as error:
         raise ConfigError(f"{folder}: meta.json and engine.json lack {error}; recorded by an older version") from None
+
+
+def _components(model: str, layers: int) -> float | None:
+    try:
+        spec, config = load_model(model), load_model_config(model)
+    except ConfigError:
+        return None
+    return component_calls(read_model(spec.name, cut(spec, config, layers))) / layers
 
 
 def kind_of(step: Step) -> str:
@@ -187,8 +200,9 @@ def host_block(logs: Sequence[Log]) -> dict[str, Any]:
     """The `host` block of a hardware file, as far as these recordings hold it; see profiler.core.hardware.Host.
 
     launch counts steps that ran without a graph and were not compiled, launch_mixed those of them with prefills and
-    decodes, piecewise those in graphs of parts of layers, replay those in whole ones. Raises ConfigError where no
-    recording has asynchronous scheduling, whose log alone tells work from waiting.
+    decodes, piecewise those in graphs of parts of layers, replay those in whole ones. launch_components only where all
+    are of one stack. Raises ConfigError where no recording has asynchronous scheduling, whose log alone tells work from
+    waiting.
     """
     logs = [log for log in logs if log.asynchronous]
     if not logs:
@@ -249,6 +263,9 @@ def _block(logs: Sequence[Log]) -> dict[str, Any]:
     launch("launch", lambda log, step: launched(log, step) and kind_of(step) != "mixed")
     launch("launch_mixed", lambda log, step: launched(log, step) and kind_of(step) == "mixed")
     launch("piecewise", lambda log, step: step.graph == "PIECEWISE")
+    components = {log.components for log in logs}
+    if len(components) == 1 and (one := components.pop()) is not None and "launch" in block:
+        block["launch_components"] = round(one, 2)
     steps = sum(len(log.steps) for log in logs)
     block["source"] = f"{steps:,} steps of {len(logs)} recordings ({'; '.join(sorted({log.engine for log in logs}))})"
     return block

@@ -184,3 +184,11 @@ def test_the_command_prints_each_form(tmp_path: Path) -> None:
     (tmp_path / "meta.json").write_text("{}")
     with pytest.raises(ConfigError, match="lack 'model'"):
         read_log(tmp_path)
+
+
+def test_layers_of_other_stacks_are_counted_by_their_components() -> None:
+    """Of one stack alone; a block of two has no such number."""
+    one = replace(log(), components=26.0)
+    assert host_block([one])["launch_components"] == 26.0
+    assert "launch_components" not in host_block([one, replace(log(4), components=25.0)])
+    assert "launch_components" not in host_block([log()])

@@ -6,10 +6,12 @@ import pytest
 
 from profiler.core.hardware import load_hardware
 from profiler.core.paths import default_bundle_root
+from profiler.core.stack import component_calls
 from serving.config import load_cluster
 from serving.core.shape import StepShape
 from serving.cost import TableCost
-from serving.deployment import deploy
+from serving.cost.host import EXPERTS_SHARE
+from serving.deployment import deploy, instance_model
 
 CLUSTER = """
 instances:
@@ -58,3 +60,24 @@ def test_the_inputs_are_what_a_waiting_device_has_done(tmp_path: Path) -> None:
     group = deployed.groups[0]
     (inputs,) = [one for one in deployed.table_cost.explain([decodes(1)]) if one.component == "step_inputs"]
     assert group.inputs_ns == round(1e3 * (inputs.us + deployed.deployment.step_overhead_us))  # type: ignore[attr-defined]
+
+
+def test_launches_of_other_stacks_are_scaled_by_their_components(tmp_path: Path) -> None:
+    """The host file's own stack, three dense layers and three with experts, and one of the first four layers alone."""
+    path = tmp_path / "cluster.yaml"
+    host = load_hardware("H200").host
+    assert host is not None and host.launch_components is not None
+    prompt = StepShape(((600, 0),), 0, 0, 0, 0, 1)
+    for layers in (6, 4):
+        path.write_text(CLUSTER.replace("SHARED", "true").replace("layers: 6", f"layers: {layers}"))
+        instance = load_cluster(path).instances[0]
+        group = deploy(instance, 0, default_bundle_root(), False).groups[0]
+        times = group.host.times([prompt])  # type: ignore[attr-defined]
+        calls = component_calls(instance_model(instance))
+        expected_us = host.launch.fixed_us + host.launch.per_layer_us * calls / host.launch_components
+        assert times.layers_ns == pytest.approx(
+            1e3 * (expected_us - host.launch.per_layer_us * EXPERTS_SHARE), abs=2_000 * layers
+        )
+        share = component_calls(instance_model(instance), 3) / calls
+        assert times.first_ns == pytest.approx(1e3 * expected_us * share, abs=2_000)
+    assert calls / 4 < host.launch_components, "a dense layer has fewer"
