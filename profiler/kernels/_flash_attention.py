@@ -18,11 +18,15 @@ from typing import Final
 
 from profiler.core.grid_work import Work, first_free
 
-# Tiles of the absorbed form (rows of 576, values of 512) and of the expanded one (192 and 128): rows x keys.
+# Tiles of the absorbed form (rows of 576, values of 512): rows x keys. Of the expanded one rows, and keys by the width
+# of a key: 128 of DeepSeek's 192, 80 of GLM-5's 256, whose values are 256 wide, so that a block is as much arithmetic.
 _SPARSE_ROWS: Final = 64
 _SPARSE_KEYS: Final = 64
-_DENSE_TILE: Final = 128
 _SPARSE_VALUES: Final = 512
+_DENSE_ROWS: Final = 128
+_DENSE_KEYS: Final = 128
+_DENSE_KEYS_OF_WIDE: Final = 80
+_WIDE_KEY: Final = 192
 _DENSE_VALUES: Final = 128
 # num_splits_heuristic: no split from this share of the multiprocessors on, nor of so few blocks; else the fewest parts
 # that fill them within 85 % of the best; at most 128 parts.
@@ -148,36 +152,44 @@ class SparseWork:
 class DenseWork:
     """Expanded attention of a chunk: to itself, causally, and in a second launch to its context.
 
-    heads: of one rank, each of which has tiles of its own.
+    heads: of one rank, each of which has tiles of its own. keys: of a block. values: width of one head's values.
     """
 
     sm_count: int
     heads: int
+    keys: int = _DENSE_KEYS
+    values: int = _DENSE_VALUES
 
     def prefill(self, chunk: float, context: float) -> float:
-        rows, keys = math.ceil(chunk / _DENSE_TILE), math.ceil(context / _DENSE_TILE)
-        own, parts = _causal(rows, self.heads, self.sm_count)
-        total = own + _merge(chunk * self.heads, parts, _DENSE_VALUES) if parts else own
-        if keys:
-            before, parts = _to_context(rows, keys, self.heads, self.sm_count)
-            total += before + _merge(chunk * self.heads, parts, _DENSE_VALUES) if parts else before
+        rows, before = math.ceil(chunk / _DENSE_ROWS), math.ceil(context / self.keys)
+        own, parts = _causal(rows, self.keys, self.heads, self.sm_count)
+        total = own + _merge(chunk * self.heads, parts, self.values) if parts else own
+        if before:
+            more, parts = _to_context(rows, before, self.heads, self.sm_count)
+            total += more + _merge(chunk * self.heads, parts, self.values) if parts else more
         return total + _TOKEN_HEAD * self.heads * (chunk + context)
 
     def bends(self, chunk: int, last_context: float) -> Iterator[float]:
         """The last context of each block, and the first of the next."""
-        for end in range(0, int(last_context) + 1, _DENSE_TILE):
+        for end in range(0, int(last_context) + 1, self.keys):
             yield from (end, end + 1)
 
     def straight_until(self, chunk: int) -> float:
         return math.inf
 
 
+def dense_keys(width: int) -> int:
+    """Keys of a block of the expanded form, by the width of one (tile_size_fwd_sm90)."""
+    return _DENSE_KEYS if width <= _WIDE_KEY else _DENSE_KEYS_OF_WIDE
+
+
 @lru_cache(maxsize=4096)
-def _causal(rows: int, heads: int, sm_count: int) -> tuple[float, int]:
-    """(blocks one after the other of `rows` x `rows`, longest tiles first; parts to be merged, 0 for none)."""
-    most = most_splits(heads * rows, rows, sm_count)
-    n = splits(rows, rows * rows * heads, most, sm_count)
-    tiles = [(heads * n, math.ceil(blocks / n) + _TILE) for blocks in range(rows, 0, -1)]
+def _causal(rows: int, keys: int, heads: int, sm_count: int) -> tuple[float, int]:
+    """(blocks one after the other of `rows` blocks of rows, longest tiles first; parts to be merged, 0 for none)."""
+    ends = [math.ceil(row * _DENSE_ROWS / keys) for row in range(rows, 0, -1)]
+    most = most_splits(heads * rows, ends[0], sm_count)
+    n = splits(ends[0], rows * ends[0] * heads, most, sm_count)
+    tiles = [(heads * n, math.ceil(blocks / n) + _TILE) for blocks in ends]
     return first_free(tiles, sm_count), n if most > 1 else 0
 
 

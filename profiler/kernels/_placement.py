@@ -11,11 +11,12 @@ from profiler.core.grid_work import DecodeWork, PrefillWork, Work
 from profiler.core.hardware import known_hardware, load_hardware
 from profiler.core.types import ModelSpec
 from profiler.kernels._breaks import breaks
-from profiler.kernels._flash_attention import DenseWork, SparseWork
+from profiler.kernels._flash_attention import DenseWork, SparseWork, dense_keys
 
-# DeepGEMM's fp8 MQA logits for 64 index heads give each block two queries (sm90_fp8_mqa_logits, BLOCK_Q); vLLM cuts a
-# chunk where its fp32 scores would exceed VLLM_SPARSE_INDEXER_MAX_LOGITS_MB = 512.
-_QUERIES_PER_BLOCK: Final = 2
+# DeepGEMM's fp8 MQA logits give each block 128 index heads, which are two queries of DeepSeek-V3.2 and four of GLM-5
+# (sm90_fp8_mqa_logits, BLOCK_Q); vLLM cuts a chunk where its fp32 scores would exceed
+# VLLM_SPARSE_INDEXER_MAX_LOGITS_MB = 512.
+_INDEX_HEADS_PER_BLOCK: Final = 128
 _MOST_SCORES: Final = 512 * 1024 * 1024 // 4
 # FlashAttention 3 and FlashMLA take 64 heads of one query as the rows of a tile of sparse MLA.
 _TILE_HEADS: Final = 64
@@ -46,6 +47,7 @@ class Ran:
     heads: of one rank. cap_tokens: most attended keys, 0 without a selection. whole_below: chunks up to this length
     read the whole cap, as decode kernels over a fixed number of picks do. decodes_apart: that kernel runs decodes in a
     launch of their own, their keys divided evenly over the card. flash_attention: sparse MLA is FlashAttention 3.
+    index_heads: of the token indexer. key_width, value_width: of one head in the dense prefill.
     """
 
     sm_count: int
@@ -55,6 +57,9 @@ class Ran:
     whole_below: int = 0
     decodes_apart: bool = False
     flash_attention: bool = False
+    index_heads: int = 64
+    key_width: int = 192
+    value_width: int = 128
 
 
 def ran_of(meta: Mapping[str, Any], spec: ModelSpec, tp: int) -> Ran | None:
@@ -79,7 +84,18 @@ def ran_of(meta: Mapping[str, Any], spec: ModelSpec, tp: int) -> Ran | None:
         whole_below=short if whole else 0,
         decodes_apart=whole and known and not one_batch,
         flash_attention=measured and known and meta["kv"]["layout"] == _FLASH_ATTENTION,
+        **_widths(spec),
     )
+
+
+def _widths(spec: ModelSpec) -> dict[str, int]:
+    if spec.mla is None or spec.indexer is None:
+        return {}
+    return {
+        "index_heads": spec.indexer.num_heads,
+        "key_width": spec.mla.qk_nope_head_dim + spec.mla.qk_rope_head_dim,
+        "value_width": spec.mla.v_head_dim,
+    }
 
 
 def prefill_work(name: str, ran: Ran | None) -> Work | None:
@@ -87,7 +103,8 @@ def prefill_work(name: str, ran: Ran | None) -> Work | None:
     if ran is None:
         return None
     if name == "index_scores":
-        return Work(_QUERIES_PER_BLOCK * ran.sm_count, split_pairs=_MOST_SCORES) if ran.tiles else Work()
+        queries = max(1, _INDEX_HEADS_PER_BLOCK // ran.index_heads)
+        return Work(queries * ran.sm_count, split_pairs=_MOST_SCORES) if ran.tiles else Work()
     if name == "index_topk" and ran.cap_tokens:
         return Work(select_beyond=ran.cap_tokens, idle_keys=_IDLE_KEYS, row_keys=_ROW_KEYS)
     if name == "sparse_mla" and ran.cap_tokens:
@@ -108,7 +125,7 @@ def prefill_straight(name: str, ran: Ran | None) -> PrefillWork | None:
     if ran is not None and ran.flash_attention and ran.cap_tokens and name == "sparse_mla":
         return SparseWork(ran.sm_count, ran.heads, ran.cap_tokens)
     if ran is not None and ran.tiles and name == "mla_dense_prefill":
-        return DenseWork(ran.sm_count, ran.heads)
+        return DenseWork(ran.sm_count, ran.heads, dense_keys(ran.key_width), ran.value_width)
     return prefill_work(name, ran)
 
 

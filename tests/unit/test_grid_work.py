@@ -2,6 +2,7 @@
 
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,13 @@ def test_scores_beyond_their_buffer_are_made_in_parts() -> None:
     assert work.straight_until(1024) == 130048
 
 
+def test_a_block_of_scores_has_as_many_queries_as_make_128_index_heads() -> None:
+    """32 index heads: four queries, so that 528 are one wave of 132 blocks."""
+    glm = prefill_work("index_scores", replace(H200, index_heads=32))
+    assert glm is not None
+    assert glm.prefill(1056, 4096) == waves(1056, 4096, 528, None)
+
+
 @pytest.mark.parametrize(("heads", "wave"), [(128, 66), (32, 132), (16, 132)])
 def test_sparse_attention_runs_in_tiles_of_heads(heads: int, wave: int) -> None:
     ran = Ran(132, True, heads, 2048)
@@ -92,6 +100,9 @@ def test_what_ran_is_read_from_the_bundle() -> None:
     assert ran_of(meta, spec, 4) == Ran(132, True, 32, 2048, whole_below=128, decodes_apart=True)
     assert ran_of(meta, spec, 8) == Ran(132, True, 16, 2048, whole_below=sys.maxsize)
     assert ran_of(meta | {"kv": {"layout": "bf16"}}, spec, 8) == Ran(132, True, 16, 2048, flash_attention=True)
+    glm = ran_of(meta, load_model("zai-org/GLM-5"), 4)
+    widths = {"index_heads": 32, "key_width": 256, "value_width": 256}
+    assert glm == Ran(132, True, 16, 2048, whole_below=sys.maxsize, **widths)
     for change, whole in (
         ({"engine": {"name": "reference"}}, 128),
         ({"hardware": "CPU"}, 128),
