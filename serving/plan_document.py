@@ -5,7 +5,7 @@ import json
 import shutil
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from profiler.core.hardware import Hardware
 from profiler.core.kv import KvLayout
@@ -13,7 +13,9 @@ from profiler.core.types import ModelSpec, Parallel
 from profiler.core.units import GIB
 from profiler.core.weights import engine_weights, nominal_weights
 from serving.placement import Placement, Plan
-from serving.placement_speed import Speed
+
+if TYPE_CHECKING:
+    from serving.placement_speed import Speed
 
 _PIPED_WIDTH = 160
 _WIDE = 130
@@ -50,7 +52,7 @@ def plan_document(
     layout: KvLayout,
     gqa_bytes: int,
     result: Plan,
-    found_speeds: Sequence[Speed] = (),
+    found_speeds: "Sequence[Speed]" = (),
 ) -> dict[str, Any]:
     nominal = nominal_weights(spec)
     whole = engine_weights(spec, Parallel(), mtp_layers=0)
@@ -159,7 +161,7 @@ def _row(placement: Placement) -> dict[str, Any]:
     }
 
 
-def _speed(speed: Speed) -> dict[str, Any]:
+def _speed(speed: "Speed") -> dict[str, Any]:
     numbers = {name: getattr(speed, name) for name in _SPEED_COLUMNS[1:4]}
     rounded = {name: None if value is None else _round(value) for name, value in numbers.items()}
     return {"step_requests": speed.requests or None, **rounded, "step_reason": speed.reason}

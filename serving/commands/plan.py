@@ -1,7 +1,7 @@
 """`python -m serving plan`: what fits where."""
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -13,8 +13,10 @@ from profiler.core.registry import load_model, load_model_config
 from profiler.core.types import ModelSpec, Parallel
 from serving.capacity import CUDA_GRAPH_GIB_PER_LAYER, DEFAULT_UTILIZATION, HEADROOM_GIB, OTHER_ACTIVATION_GIB
 from serving.placement import Plan, plan
-from serving.placement_speed import Load, Speed, speeds
 from serving.plan_document import WRITERS, plan_document
+
+if TYPE_CHECKING:
+    from serving.placement_speed import Speed
 
 MAX_SPECULATIVE_TOKENS = 32
 
@@ -139,13 +141,15 @@ def _speeds(
     root: Path | None,
     mtp: int,
     budget: dict[str, Any],
-) -> list[Speed]:
+) -> "list[Speed]":
     if context is None:
         if requests is not None:
             raise ConfigError("--step-requests needs --step-context")
         return []
     if mtp or budget["dcp"] > 1:
         raise ConfigError("--step-context: steps with mtp or dcp are not priced")
+    from serving.placement_speed import Load, speeds  # prices steps, which most of a plan does without
+
     return speeds(
         spec,
         gpu,
