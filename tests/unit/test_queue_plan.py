@@ -164,7 +164,7 @@ def test_a_dry_run_adds_up_minutes_and_starts_nothing(tmp_path: Path, capsys: py
 def test_the_shipped_plans_are_legal(path: Path) -> None:
     plan = read_plan(path)
     assert plan.name == path.stem
-    saved = []
+    saved, reports = [], 0
     for job in plan.jobs:
         context = queue_command._parsed(plan, job)
         if job.argv[0] == "record":
@@ -172,9 +172,13 @@ def test_the_shipped_plans_are_legal(path: Path) -> None:
             saved.append(context.params["output"])
             continue
         queue_command._prepare(plan, job, context, "tiny")
+        if job.argv[0] == "coverage":
+            assert set(context.params["from_samples"]) <= set(saved), "of samples that a job above wrote"
+            reports += 1
+            continue
         assert context.params["resume"] and context.params["samples_only"]
         saved.append(context.params["save_samples"])
-    assert len(set(saved)) == len(plan.jobs)
+    assert len(set(saved)) + reports == len(plan.jobs)
     queue_command._check_compile(plan)
 
 
@@ -187,8 +191,11 @@ def test_the_shipped_plans_measure_what_is_shared_once() -> None:
                 wanted[path.stem, job.name] = queue_command._parsed(plan, job).params["categories"]
     # Of the 656-byte cache neither experts nor the indexer; of a first cache both at tp 1 alone.
     assert not any({"indexer", "moe"} & set(wanted["h200-deepseek-v32", name]) for name in ("tp1", "tp2", "tp4", "tp8"))
-    assert wanted["h200-glm-5-fp8", "tp1"] is None
-    assert not any("indexer" in wanted["h200-glm-5-fp8", name] for name in ("tp2", "tp4", "tp8"))
+    for plan_name in ("h200-glm-5-fp8", "h200-glm-5", "h200-glm-52"):
+        assert wanted.pop((plan_name, "tp1")) is None
+        others = [categories for (stem, _), categories in wanted.items() if stem == plan_name]
+        assert len(others) == (7 if plan_name == "h200-glm-5-fp8" else 3)
+        assert not any({"indexer", "moe"} & set(categories) for categories in others)
 
 
 def test_some_jobs_alone_wait_for_none_that_is_left_out(tmp_path: Path) -> None:

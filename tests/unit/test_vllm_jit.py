@@ -33,6 +33,14 @@ def test_shapes_of_several_degrees_come_once_and_the_first_degree_is_whole() -> 
     assert jit.shapes_by_degree(V32, (2,)) != [two]
 
 
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+def test_every_product_of_glm_5_is_one_that_is_compiled(tp: int) -> None:
+    """The engine's block-scaled kernel takes rows in multiples of 64 and columns in multiples of 128."""
+    (shapes,) = jit.shapes_by_degree("zai-org/GLM-5-FP8", (tp,))
+    assert {(2624, 6144), (4096, 2048), (448 * 64 // tp, 512), (6144, 2048 // tp)} <= set(shapes)
+    assert all(n % 64 == 0 and k % 128 == 0 for n, k in shapes)
+
+
 @pytest.mark.parametrize("model", ["MiniMaxAI/MiniMax-M3", "zai-org/GLM-5"])
 def test_a_model_without_such_gemms_is_refused(model: str) -> None:
     with pytest.raises(ConfigError, match="none of the block-scaled fp8 GEMMs"):

@@ -230,6 +230,29 @@ def _bound(module: str, kernel: str) -> str:
         ("runner.prepare_inputs", "Memcpy HtoD (Pinned -> Device)", "dense/step_inputs"),
         ("", "some_large_attention_kernel", "unbound"),
         ("model.layers.0.self_attn.mla_attn.mla_attn", "flash::FlashAttnFwdSm90", "unbound"),
+        # As the same version's source has it for GLM-5: one rotary kernel for attention and indexer, products of cuBLAS
+        # in bf16, a router of fp32 logits, queries of few heads padded for FlashMLA, keys put together by copies.
+        ("model.layers.2.self_attn.rotary_emb", "vllm::rotary_embedding_kernel<BFloat16, false>", "dense/rotary"),
+        (
+            "model.layers.2.self_attn.indexer_rope_emb",
+            "vllm::rotary_embedding_kernel<BFloat16, false>",
+            "dense/indexer_rotary",
+        ),
+        ("model.layers.1.self_attn.fused_qkv_a_proj", "nvjet_sm90_tst_128x64_64x8", "dense/fused_qkv_a_proj"),
+        ("model.layers.1.self_attn.o_proj", "cublasLt::splitKreduce_kernel", "dense/o_proj"),
+        ("model.layers.1.self_attn.kv_b_proj", "nvjet_sm90_tst_256x128_64x4", "attention/mla_dense_prefill"),
+        ("model.layers.1.mlp.gate", "router_gemm_kernel_float_output<BFloat16, 128, 8, 16>", "dense/router_gate"),
+        ("model.layers.1.mlp.shared_experts.gate_up_proj", "nvjet_sm90_tst_128x64", "dense/shared_gate_up_proj"),
+        (
+            "model.layers.0.self_attn.mla_attn.mla_attn.forward_mqa",
+            "at::native::elementwise_kernel<128, 4, direct_copy_kernel_cuda",
+            "sparse_attention/sparse_mla",
+        ),
+        (
+            "model.layers.0.self_attn.mla_attn.mla_attn.forward_mha",
+            "at::native::elementwise_kernel<128, 4, direct_copy_kernel_cuda",
+            "attention/mla_dense_prefill",
+        ),
     ],
 )
 def test_the_binding_of_the_decomposed_path(module: str, kernel: str, component: str) -> None:
