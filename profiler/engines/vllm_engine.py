@@ -97,20 +97,6 @@ class VllmEngine:
         self._expert_inputs: dict[MoeBatch, tuple[Any, Any, Any]] = {}
         self._finished: set[str] = set()
         self._steps = 0
-        if msa.is_msa(config):
-            self._tune()
-
-    def _tune(self) -> None:
-        """Lets kernels that tune themselves on the first batch they meet do so on one of usual size."""
-        import torch
-
-        options = self._options
-        sizes = (options.max_model_len - 1, options.max_num_batched_tokens, options.max_num_seqs)
-        started = time.monotonic()
-        for requests in msa.tuning_batches(*sizes):
-            self._step(Shot(fills=(), requests=requests))
-            torch.cuda.synchronize()
-        print(f"kernels tuned in {time.monotonic() - started:.0f} s", file=sys.stderr)
 
     def info(self) -> EngineInfo:
         import torch

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from profiler.bind import bind, matcher, stack_spec
-from profiler.core.errors import ConfigError
+from profiler.core.errors import AcquisitionError, ConfigError
 from profiler.core.registry import load_model, load_model_config, read_model
 from profiler.core.shots import Fill, Shot
 from profiler.core.stack import fold, stack_of
@@ -214,13 +214,13 @@ def test_the_engine_is_started_on_the_backbone_with_pages_of_a_block(monkeypatch
         core = SimpleNamespace(model_executor=SimpleNamespace(driver_worker=SimpleNamespace(model_runner=None)))
         return SimpleNamespace(llm_engine=SimpleNamespace(engine_core=SimpleNamespace(engine_core=core)))
 
-    prepared: list[bool] = []
+    prepared: list[int] = []
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=llm))
-    monkeypatch.setattr(msa, "prepare", lambda: prepared.append(True))
+    monkeypatch.setattr(msa, "prepare", lambda config, keywords: prepared.append(keywords["block_size"]))
     glm = load_model_config("zai-org/GLM-5")
     for config, keywords in ((CONFIG, {"max_num_seqs": 4}), (CONFIG, {"block_size": 256}), (glm, {})):
         boot.start(config, **keywords).folder.cleanup()
-    assert [one.get("block_size") for one in asked] == [128, 256, None] and len(prepared) == 2
+    assert [one.get("block_size") for one in asked] == [128, 256, None] and prepared == [128, 256]
     assert asked[0]["config"]["architectures"] == [msa.BACKBONE] and asked[0]["max_num_seqs"] == 4
     assert asked[2]["config"]["architectures"] == ["GlmMoeDsaForCausalLM"]
 
@@ -272,6 +272,61 @@ def test_without_overlap_only_the_answer_about_dependent_launches_changes() -> N
 )
 def test_kernels_are_tuned_on_batches_within_the_limits(limits: tuple[int, int, int], batches: Any) -> None:
     assert msa.tuning_batches(*limits) == batches
+
+
+@pytest.mark.parametrize(("tp", "heads"), [(1, 4), (8, 1)])
+def test_kernels_are_tuned_by_their_launchers_before_the_engine(
+    tp: int, heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The arguments are those of vLLM 0.26's models/minimax_m3/common/ops/index_topk.py, shapes and types included."""
+    seen: dict[str, tuple[Any, ...]] = {}
+
+    def topk(*given: Any) -> None:
+        seen["prefill"] = given
+
+    def decode(*given: Any) -> None:
+        seen["decode"] = given
+
+    kernels = SimpleNamespace(minimax_m3_index_topk=topk, minimax_m3_index_decode=decode)
+    ops = SimpleNamespace(index_topk=kernels)
+    for name in ("vllm", "vllm.models", "vllm.models.minimax_m3", "vllm.models.minimax_m3.common"):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(__path__=[]))
+    monkeypatch.setitem(sys.modules, "vllm.models.minimax_m3.common.ops", ops)
+    monkeypatch.setattr(msa, "_DEVICE", "cpu")
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    msa.tune(per_rank_config(CONFIG, tp), 3000, 256, 4)
+    scores, starts, contexts, *rest = seen["prefill"]
+    assert scores.shape == (heads, 256, 32) and scores.dtype == torch.float32, "24 blocks in sixteens"
+    assert starts.tolist() == [0, 256] and contexts.tolist() == [2744] and rest == [256, 16, 0, 1]
+    query, cache, table, lengths, *rest = seen["decode"]
+    assert query.shape == (4, heads, 128) and cache.shape == (24, 128, 128) and cache.dtype == torch.bfloat16
+    assert table.shape == (4, 24) and table[3].tolist() == list(range(24)) and lengths.tolist() == [3000] * 4
+    assert rest == [3000, 16, 0, 1, heads, 1, 1]
+    assert {t.dtype for t in (starts, contexts, table, lengths)} == {torch.int32}
+
+
+GRAPHS = {"compilation_config": {"cudagraph_mode": "FULL_AND_PIECEWISE"}}
+WHOLE = {"compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY"}}
+
+
+@pytest.mark.parametrize("keywords", [{"enforce_eager": True}, WHOLE, GRAPHS, {}])
+def test_graphs_are_told_to_break_before_the_model_is_imported(keywords: dict[str, Any]) -> None:
+    environment: dict[str, str] = {}
+    msa.break_graphs(keywords, environment, {})
+    assert environment == {"VLLM_USE_BREAKABLE_CUDAGRAPH": "1"}
+
+
+def test_graphs_of_parts_need_attention_imported_after_that() -> None:
+    """Marked or not, attention is inside graphs of whole decode steps, and there is none where all is eager."""
+    imported = {"vllm.model_executor.layers.attention.attention": object()}
+    for keywords in ({"enforce_eager": True}, WHOLE):
+        msa.break_graphs(keywords, {}, imported)
+    for keywords in (GRAPHS, {}):
+        with pytest.raises(AcquisitionError, match="VLLM_USE_BREAKABLE_CUDAGRAPH=1 in the environment before"):
+            msa.break_graphs(keywords, {}, imported)
+        chosen = {"VLLM_USE_BREAKABLE_CUDAGRAPH": "0"}
+        msa.break_graphs(keywords, chosen, imported)
+        assert chosen == {"VLLM_USE_BREAKABLE_CUDAGRAPH": "0"}, "who asked for another way gets it"
 
 
 def test_weights_of_norms_that_add_one_are_found_by_their_class() -> None:

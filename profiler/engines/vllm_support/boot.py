@@ -130,8 +130,8 @@ def start(config: Mapping[str, Any], **keywords: Any) -> Started:
     """
     if msa.is_msa(config):
         keywords = {"block_size": msa.block_tokens(config)} | keywords
+        msa.prepare(config, keywords)
         config = msa.backbone(config)
-        msa.prepare()
     folder = tempfile.TemporaryDirectory(prefix="sparsight-model-")
     Path(folder.name, "config.json").write_text(json.dumps(dict(config)))
     import vllm

@@ -1,10 +1,13 @@
 """What MiniMax-M3 needs before vLLM 0.26 can start it and run batches of any kind on its Triton kernels."""
 
 import functools
-from collections.abc import Mapping
+import os
+import sys
+import time
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
-from profiler.core.errors import ConfigError
+from profiler.core.errors import AcquisitionError, ConfigError
 from profiler.core.stack import text_config
 
 MODEL_TYPE = "minimax_m3_vl"
@@ -17,6 +20,10 @@ SETTINGS: Mapping[str, str | int] = {
     "triton_tuned_at_tokens": TUNING_TOKENS,
 }
 _MARK = "_sparsight_heads_first"
+_DEVICE = "cuda"
+_BREAKABLE = "VLLM_USE_BREAKABLE_CUDAGRAPH"
+# Holds the attention of the dense layers; vLLM marks what its graphs leave out as the module is imported.
+_MARKED_ON_IMPORT = "vllm.model_executor.layers.attention.attention"
 
 
 def is_msa(config: Mapping[str, Any]) -> bool:
@@ -109,12 +116,83 @@ def without_overlap() -> None:
             module.current_platform = Plain(module.current_platform)
 
 
-def prepare() -> None:
-    """Repairs the buffer of selected blocks on cards that run the Triton kernels, which is all but sm100."""
+def tune(config: Mapping[str, Any], longest: int, batched_tokens: int, sequences: int) -> None:
+    """Lets the two kernels that tune themselves do so on `tuning_batches`, before anything else calls them.
+
+    config: of one rank. By their launchers alone, on scores and keys of their own, since an engine that captures graphs
+    meets them first on contexts of one token, and one that records on whatever prompt comes first.
+    """
+    import torch
+    from vllm.models.minimax_m3.common.ops import index_topk
+
+    sparse = text_config(config)["sparse_attention_config"]
+    heads, dim, block = sparse["sparse_num_index_heads"], sparse["sparse_index_dim"], block_tokens(config)
+    picks = sparse["sparse_topk_blocks"], sparse.get("sparse_init_block", 0), sparse.get("sparse_local_block", 0)
+    ((chunk, context),), decodes = tuning_batches(longest, batched_tokens, sequences)
+    started = time.monotonic()
+    starts, contexts = _integers(0, chunk), _integers(context)
+    # A row of scores is as long as the blocks in sight, in sixteens.
+    blocks = -(-(chunk + context) // (16 * block)) * 16
+    scores = torch.randn(heads, chunk, blocks, device=_DEVICE)
+    index_topk.minimax_m3_index_topk(scores, starts, contexts, chunk, *picks)
+    requests, keys = len(decodes), sum(decodes[0])
+    pages = -(-keys // block)
+    table = _integers(*range(pages)).repeat(requests, 1)
+    lengths = _integers(*[keys] * requests)
+    query, cache = _random(requests, heads, dim), _random(pages, block, dim)
+    index_topk.minimax_m3_index_decode(query, cache, table, lengths, keys, *picks, heads, 1, 1)
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    print(f"kernels tuned in {time.monotonic() - started:.0f} s", file=sys.stderr)
+
+
+def _integers(*values: int) -> Any:
     import torch
 
-    if torch.cuda.get_device_capability()[0] == 10:
-        return
-    from vllm.models.minimax_m3.nvidia.model import MiniMaxM3SparseAttention
+    return torch.tensor(values, dtype=torch.int32, device=_DEVICE)
 
-    hand_over_heads_first(MiniMaxM3SparseAttention)
+
+def _random(*shape: int) -> Any:
+    import torch
+
+    return torch.randn(*shape, dtype=torch.bfloat16, device=_DEVICE)
+
+
+def break_graphs(
+    keywords: Mapping[str, Any],
+    environment: MutableMapping[str, str] = os.environ,
+    imported: Mapping[str, Any] = sys.modules,
+) -> None:
+    """Sets before the model is imported what vLLM sets for it while it reads the arguments of vllm.LLM, `keywords`.
+
+    Attention is left out of the graphs of prefill steps only where the variable was there on import; otherwise they
+    would replay the batch that they were captured on. Raises AcquisitionError where it is too late for that.
+    """
+    if _BREAKABLE in environment:
+        return
+    mode = (keywords.get("compilation_config") or {}).get("cudagraph_mode")
+    whole = keywords.get("enforce_eager") or mode == "FULL_DECODE_ONLY"
+    if not whole and _MARKED_ON_IMPORT in imported:
+        raise AcquisitionError(
+            f"graphs of parts of MiniMax-M3's layers need {_BREAKABLE}=1 in the environment before vllm is imported"
+        )
+    environment[_BREAKABLE] = "1"
+
+
+def prepare(config: Mapping[str, Any], keywords: Mapping[str, Any]) -> None:
+    """What is to be done before vllm.LLM is called with `keywords` on `config`, of one rank.
+
+    The buffer of selected blocks is repaired on cards that run the Triton kernels, which is all but sm100; kernels that
+    tune themselves do so. Raises as `break_graphs` does.
+    """
+    import torch
+
+    break_graphs(keywords)
+    import vllm
+
+    _ = vllm.LLM  # looked up on first use, with what a server imports before its model
+    if torch.cuda.get_device_capability()[0] != 10:
+        from vllm.models.minimax_m3.nvidia.model import MiniMaxM3SparseAttention
+
+        hand_over_heads_first(MiniMaxM3SparseAttention)
+    tune(config, keywords["max_model_len"] - 1, keywords["max_num_batched_tokens"], keywords["max_num_seqs"])
