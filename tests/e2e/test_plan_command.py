@@ -3,10 +3,10 @@
 import csv
 import io
 import json
+import os
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +31,10 @@ def document(*arguments: str) -> Any:
 def test_help_starts_fast_and_imports_nothing_heavy() -> None:
     times = []
     for _ in range(3):
-        start = time.perf_counter()
+        before = os.times()
         assert run("--help").returncode == 0
-        times.append(time.perf_counter() - start)
+        after = os.times()  # of the processor: others may be at work beside the test
+        times.append(after.children_user + after.children_system - before.children_user - before.children_system)
     assert min(times) < 0.3
     code = (
         "import sys; from click.testing import CliRunner; from serving.commands.plan import command; "
