@@ -305,6 +305,63 @@ def test_kernels_are_tuned_by_their_launchers_before_the_engine(
     assert {t.dtype for t in (starts, contexts, table, lengths)} == {torch.int32}
 
 
+@pytest.mark.parametrize(("capability", "repaired"), [((9, 0), True), ((12, 0), True), ((10, 0), False)])
+def test_before_the_engine_graphs_are_told_vllm_imported_and_the_model_repaired(
+    capability: tuple[int, int], repaired: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[Any] = []
+
+    class Package:
+        __path__ = ()
+
+        @property
+        def LLM(self) -> None:
+            order.append("vllm.LLM")
+
+    class Attention(_Attention):
+        pass
+
+    class Model:
+        @property
+        def MiniMaxM3SparseAttention(self) -> type:
+            order.append("model")
+            return Attention
+
+    names = ("vllm.models", "vllm.models.minimax_m3", "vllm.models.minimax_m3.nvidia")
+    monkeypatch.setitem(sys.modules, "vllm", Package())
+    for name in names:
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(__path__=[]))
+    monkeypatch.setitem(sys.modules, "vllm.models.minimax_m3.nvidia.model", Model())
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(msa, "break_graphs", lambda keywords: order.append("graphs"))
+    monkeypatch.setattr(msa, "tune", lambda config, *sizes: order.append(sizes))
+    msa.prepare(CONFIG, {"max_model_len": 4096, "max_num_batched_tokens": 1024, "max_num_seqs": 8})
+    assert order == ["graphs", "vllm.LLM", *["model"] * repaired, (4095, 1024, 8)]
+    given = Attention("c", topk_indices_buffer=torch.zeros(8, 4, 16)).buffer
+    assert given is not None and given.shape == ((4, 8, 16) if repaired else (8, 4, 16))
+
+
+def test_a_profiled_engine_launches_without_overlap_once_it_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    cache = SimpleNamespace(cache_config=SimpleNamespace(block_size=128))
+    compilation = SimpleNamespace(static_forward_context={})
+    runner = SimpleNamespace(
+        get_model=lambda: torch.nn.Module(),
+        vllm_config=SimpleNamespace(compilation_config=compilation, **vars(cache)),
+        kv_cache_config=SimpleNamespace(num_blocks=7),
+    )
+
+    def start(config: Any, **keywords: Any) -> Any:
+        order.append("start")
+        return SimpleNamespace(runner=runner, worker=None)
+
+    monkeypatch.setattr(boot, "start", start)
+    monkeypatch.setattr(msa, "without_overlap", lambda: order.append("without overlap"))
+    limits = {"max_model_len": 4096, "max_num_batched_tokens": 1024, "max_num_seqs": 8}
+    started = boot.boot(CONFIG, **limits, kv_cache_dtype="auto", block_tokens=None, utilization=0.8)
+    assert order == ["start", "without overlap"] and (started.num_blocks, started.block_tokens) == (7, 128)
+
+
 GRAPHS = {"compilation_config": {"cudagraph_mode": "FULL_AND_PIECEWISE"}}
 WHOLE = {"compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY"}}
 

@@ -173,8 +173,6 @@ def boot(
 
     kv_cache_gib: None lets vLLM measure what is free, during which others may neither take nor leave memory.
     """
-    if msa.is_msa(config):
-        msa.without_overlap()
     started = start(
         config,
         enforce_eager=True,
@@ -187,6 +185,8 @@ def boot(
         **_memory(utilization, kv_cache_gib),
         **({} if block_tokens is None else {"block_size": block_tokens}),
     )
+    if msa.is_msa(config):
+        msa.without_overlap()
     runner = started.runner
     model = runner.get_model()
     rotary.separate(model)

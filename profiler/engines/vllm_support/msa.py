@@ -108,6 +108,8 @@ def without_overlap() -> None:
     """Launches the decode kernels one after the other, so that their times add up.
 
     Otherwise each starts while the one before it runs, waits inside, and its own time holds that of the other too.
+    Launchers ask at every call, so that this may come after the engine has started and its kernels are tuned, which
+    happens as it does in a recording.
     """
     from vllm.models.minimax_m3.common.ops import index_topk, sparse_attn
 
