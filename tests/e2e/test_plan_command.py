@@ -28,14 +28,17 @@ def document(*arguments: str) -> Any:
     return json.loads(result.stdout)
 
 
+def _processor_s(*arguments: str) -> float:
+    before = os.times()
+    subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, check=True)
+    after = os.times()
+    return after.children_user + after.children_system - before.children_user - before.children_system
+
+
 def test_help_starts_fast_and_imports_nothing_heavy() -> None:
-    times = []
-    for _ in range(3):
-        before = os.times()
-        assert run("--help").returncode == 0
-        after = os.times()  # of the processor: others may be at work beside the test
-        times.append(after.children_user + after.children_system - before.children_user - before.children_system)
-    assert min(times) < 0.3
+    # Of the processor, beside that of click and YAML alone: others may be at work, and hosts differ.
+    least = min(_processor_s("-c", "import click, yaml") for _ in range(3))
+    assert min(_processor_s("-m", "serving", "plan", "--help") for _ in range(3)) < 5.0 * least
     code = (
         "import sys; from click.testing import CliRunner; from serving.commands.plan import command; "
         "CliRunner().invoke(command, ['--help']); "

@@ -5,6 +5,7 @@ python ranks_stand_in.py JOB.json RANK, as profiler.collectives.worker.
 
 import contextlib
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -121,6 +122,9 @@ def main(job_path: str, rank: int) -> None:
     ranks = Ranks(stand_in, Recorded(), torch.device("cpu"), rank, job["ranks"], True)
     with Path(job["results"].format(rank=rank)).open("w") as stream:
         worker._run(job, ranks, stream)
+    # As the worker does: a rank whose peer has gone may not take its threads down in order.
+    sys.stderr.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":
