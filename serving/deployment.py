@@ -10,11 +10,11 @@ from typing import Any
 
 from profiler.core.bundle import Bundle, find_bundle, variants
 from profiler.core.errors import CapacityError, ConfigError, ContractError
-from profiler.core.hardware import Hardware, Host, known_hardware, load_hardware
+from profiler.core.hardware import Hardware, known_hardware, load_hardware
 from profiler.core.kv import KvLayout, kv_layout
 from profiler.core.naming import variant_name
 from profiler.core.registry import load_model, load_model_config, read_model
-from profiler.core.stack import component_calls, cut
+from profiler.core.stack import cut
 from profiler.core.types import ModelSpec
 from profiler.core.units import GIB
 from profiler.core.weights import engine_weights
@@ -29,13 +29,13 @@ from serving.core.pipeline import PipelineGroup
 from serving.core.scheduler import Limits, Scheduler
 from serving.core.walk import WalkEngine, WalkScheduler
 from serving.cost import PipelineCost, TableCost, build_cost, default_capture_sizes
-from serving.cost.build import Stage, build_pipeline
+from serving.cost.build import build_pipeline
 from serving.cost.host import TableHost
-from serving.cost.lines import Line, line
 from serving.cost.offload import OffloadCost
 from serving.cost.speculative import SpeculativeCost, build_speculative
 from serving.degree_tables import read_degree
 from serving.expert_load import routed_load
+from serving.host_rules import behind_of, host_source, inputs_ns, shared_stream, table_host_of
 from serving.policies import load_policy
 from serving.result import Deployment, Tables
 from serving.speculation import Verified, check_speculation, kernel_notes
@@ -44,8 +44,6 @@ AnyCost = TableCost | PipelineCost | SpeculativeCost | OffloadCost
 
 # First vLLM that schedules asynchronously unless told otherwise.
 _ASYNC_SINCE = (0, 14)
-# VLLM_SHARED_EXPERTS_STREAM_TOKEN_THRESHOLD of vLLM 0.26: steps of more tokens run them one after the other.
-_SHARED_STREAM_TOKENS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +139,8 @@ def deploy(
     asynchronous = _asynchronous(instance, bundle)
     own = hardware or (load_hardware(instance.hardware) if instance.hardware in known_hardware() else None)
     step_us, step_source = _step_overhead(instance, own)
-    table_host = _table_host(instance, own, spec, limits, asynchronous)
+    largest_graph_tokens = max(_capture_sizes(instance.engine, limits.max_num_seqs), default=0)
+    table_host = table_host_of(instance, own, spec, largest_graph_tokens, asynchronous)
     stated_us = instance.engine.host_overhead_us
     group = instance.parallel if lockstep else replace(instance.parallel, dp=1)
     speculation = instance.engine.speculation
@@ -165,11 +164,11 @@ def deploy(
         all2all_backend=instance.engine.all2all_backend,
         allow_extrapolation=allow_extrapolation,
     )
-    stream = _shared_stream(instance, spec, own, str(bundle.meta["engine"].get("name")))
+    stream = shared_stream(instance, spec, own, str(bundle.meta["engine"].get("name")))
     beside = {} if stream is None else {"more_by_tokens": stream}
     cost: AnyCost = priced(step_us=step_us, step_source=step_source, **beside)
-    behind = _behind(priced, spec, table_host) if table_host and not table_host.compiled else None
-    inputs_ns = _inputs_ns(cost) if table_host else 0
+    behind = behind_of(priced, spec, table_host) if table_host and not table_host.compiled else None
+    copies_ns = inputs_ns(cost) if table_host else 0
     host = _host_memory(instance.engine.offload, kv.layout)
     if host is not None:
         assert isinstance(cost, TableCost)
@@ -202,9 +201,9 @@ def deploy(
         verified=Verified(speculation, (), kernel_notes(speculation, spec, hardware.architecture if hardware else None))
         if speculation
         else None,
-        host_source=_host_source(instance.engine, table_host),
+        host_source=host_source(instance.engine, table_host),
     )
-    groups = _groups(deployment, spec, cost, table_host, behind, inputs_ns, instance.engine.dp_sync_interval)
+    groups = _groups(deployment, spec, cost, table_host, behind, copies_ns, instance.engine.dp_sync_interval)
     return Deployed(deployment, cost, groups, bundle.meta, kv.layout)
 
 
@@ -336,88 +335,6 @@ def _step_overhead(instance: Instance, hardware: Hardware | None) -> tuple[float
     if hardware is None or hardware.step_overhead_us is None:
         return 0.0, "not known"
     return hardware.step_overhead_us, "hardware file"
-
-
-def _table_host(
-    instance: Instance, hardware: Hardware | None, spec: ModelSpec, limits: Limits, asynchronous: bool
-) -> TableHost | None:
-    """The host as a file of its own or the GPU's has it, unless the cluster file states its time. A pipeline's steps
-    and those with drafts have no such rule."""
-    engine = instance.engine
-    host = engine.host or (hardware.host if hardware else None)
-    if host is None or engine.host_overhead_us is not None:
-        return None
-    if instance.parallel.pp > 1 or engine.speculation is not None:
-        return None
-    sizes = _capture_sizes(engine, limits.max_num_seqs)
-    return TableHost(
-        host=host,
-        layers=spec.num_layers,
-        first_layers=_launch_layers(spec, host, _first_layers(spec)),
-        launch_layers=_launch_layers(spec, host, spec.num_layers),
-        experts_last=spec.layers[-1].mlp == "moe",
-        largest_graph_tokens=max(sizes, default=0),
-        compiled=not engine.eager and engine.graph_mode != "FULL_DECODE_ONLY",
-        asynchronous=asynchronous,
-    )
-
-
-def _shared_stream(
-    instance: Instance, spec: ModelSpec, hardware: Hardware | None, engine: str
-) -> Callable[[int], list[Line]] | None:
-    """What vLLM's second stream adds to steps that use it; the tables have shared experts behind the routed ones.
-
-    None where nobody has measured it; pipelines and steps with drafts have no such rule.
-    """
-    us = hardware.shared_stream_us if hardware else None
-    if us is None or engine != "vllm" or not instance.engine.shared_stream or not spec.moe:
-        return None
-    if not spec.moe.num_shared_experts or instance.parallel.pp > 1 or instance.engine.speculation:
-        return None
-    layers = sum(layer.mlp == "moe" for layer in spec.layers)
-
-    def lines(tokens: int) -> list[Line]:
-        return [line("shared_stream", layers, us, "hardware file")] if tokens <= _SHARED_STREAM_TOKENS else []
-
-    return lines
-
-
-def _inputs_ns(cost: AnyCost) -> int:
-    """Of a step's device time what copying its inputs takes, with the gaps between the copies."""
-    assert isinstance(cost, TableCost)
-    lines = cost.by_tokens.lines(cost.dummy_tokens)
-    return round(1e3 * (cost.step_us + sum(one.us for one in lines if one.component == "step_inputs")))
-
-
-def _behind(priced: Callable[..., AnyCost], spec: ModelSpec, table_host: TableHost) -> Behind:
-    def last_layers(count: int) -> TableCost:
-        cost = priced(stage=Stage(replace(spec, layers=spec.layers[spec.num_layers - count :]), False, True))
-        assert isinstance(cost, TableCost)
-        return cost
-
-    first = _first_layers(spec)
-    head = last_layers(0)
-    if table_host.experts_last:
-        head = replace(head, by_group_tokens=last_layers(1).by_group_tokens)
-    return Behind(last_layers(spec.num_layers - first) if first else None, head)
-
-
-def _host_source(engine: EngineSettings, table_host: TableHost | None) -> str:
-    if engine.host_overhead_us is not None:
-        return "stated"
-    if table_host is None:
-        return "not known"
-    return "host file" if engine.host else "hardware file"
-
-
-def _launch_layers(spec: ModelSpec, host: Host, layers: int) -> float:
-    """The first `layers` layers in layers of as many components as those that were launched in `host`."""
-    return component_calls(spec, layers) / host.launch_components if host.launch_components else layers
-
-
-def _first_layers(spec: ModelSpec) -> int:
-    """Layers ahead of the first that has another MLP than they; 0 where all have the same."""
-    return next((at for at, layer in enumerate(spec.layers) if layer.mlp != spec.layers[0].mlp), 0)
 
 
 def _limits(asked: EngineSettings, spec: ModelSpec, hardware: Hardware | None) -> Limits:

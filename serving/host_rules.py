@@ -1,0 +1,105 @@
+"""Which rules of the engine's host hold for an instance: its thread, late launches, inputs, the second stream."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from profiler.core.hardware import Hardware, Host
+from profiler.core.stack import component_calls
+from profiler.core.types import ModelSpec
+from serving.config import EngineSettings, Instance
+from serving.core.hosted import Behind
+from serving.cost import TableCost
+from serving.cost.build import Stage
+from serving.cost.host import TableHost
+from serving.cost.lines import Line, line
+
+# VLLM_SHARED_EXPERTS_STREAM_TOKEN_THRESHOLD of vLLM 0.26: steps of more tokens run them one after the other.
+_SHARED_STREAM_TOKENS = 256
+
+
+def table_host_of(
+    instance: Instance, hardware: Hardware | None, spec: ModelSpec, largest_graph_tokens: int, asynchronous: bool
+) -> TableHost | None:
+    """The host as a file of its own or the GPU's has it, unless the cluster file states its time.
+
+    largest_graph_tokens: of the CUDA graphs, 0 without any. None where nobody has measured the host; a pipeline's steps
+    and those with drafts have no such rule.
+    """
+    engine = instance.engine
+    host = engine.host or (hardware.host if hardware else None)
+    if host is None or engine.host_overhead_us is not None:
+        return None
+    if instance.parallel.pp > 1 or engine.speculation is not None:
+        return None
+    return TableHost(
+        host=host,
+        layers=spec.num_layers,
+        first_layers=_launch_layers(spec, host, _first_layers(spec)),
+        launch_layers=_launch_layers(spec, host, spec.num_layers),
+        experts_last=spec.layers[-1].mlp == "moe",
+        largest_graph_tokens=largest_graph_tokens,
+        compiled=not engine.eager and engine.graph_mode != "FULL_DECODE_ONLY",
+        asynchronous=asynchronous,
+    )
+
+
+def host_source(engine: EngineSettings, host: TableHost | None) -> str:
+    """Where the time of the host is from, for the result."""
+    if engine.host_overhead_us is not None:
+        return "stated"
+    if host is None:
+        return "not known"
+    return "host file" if engine.host else "hardware file"
+
+
+def behind_of(priced: Callable[..., Any], spec: ModelSpec, host: TableHost) -> Behind:
+    """What the device runs behind late launches. priced: the cost of a stage of the model, as of `build_cost`."""
+
+    def last_layers(count: int) -> TableCost:
+        cost = priced(stage=Stage(replace(spec, layers=spec.layers[spec.num_layers - count :]), False, True))
+        assert isinstance(cost, TableCost)
+        return cost
+
+    first = _first_layers(spec)
+    head = last_layers(0)
+    if host.experts_last:
+        head = replace(head, by_group_tokens=last_layers(1).by_group_tokens)
+    return Behind(last_layers(spec.num_layers - first) if first else None, head)
+
+
+def inputs_ns(cost: Any) -> int:
+    """Of a step's device time what copying its inputs takes, with the gaps between the copies."""
+    assert isinstance(cost, TableCost)
+    lines = cost.by_tokens.lines(cost.dummy_tokens)
+    return round(1e3 * (cost.step_us + sum(one.us for one in lines if one.component == "step_inputs")))
+
+
+def shared_stream(
+    instance: Instance, spec: ModelSpec, hardware: Hardware | None, engine: str
+) -> Callable[[int], list[Line]] | None:
+    """What vLLM's second stream adds to a step, by its tokens; the tables have shared experts behind the routed ones.
+
+    engine: whose tables they are. None where nobody has measured it; pipelines and steps with drafts have no such rule.
+    """
+    us = hardware.shared_stream_us if hardware else None
+    if us is None or engine != "vllm" or not instance.engine.shared_stream or not spec.moe:
+        return None
+    if not spec.moe.num_shared_experts or instance.parallel.pp > 1 or instance.engine.speculation:
+        return None
+    layers = sum(layer.mlp == "moe" for layer in spec.layers)
+
+    def lines(tokens: int) -> list[Line]:
+        return [line("shared_stream", layers, us, "hardware file")] if tokens <= _SHARED_STREAM_TOKENS else []
+
+    return lines
+
+
+def _launch_layers(spec: ModelSpec, host: Host, layers: int) -> float:
+    """The first `layers` layers in layers of as many components as those that were launched in `host`."""
+    return component_calls(spec, layers) / host.launch_components if host.launch_components else layers
+
+
+def _first_layers(spec: ModelSpec) -> int:
+    """Layers ahead of the first that has another MLP than they; 0 where all have the same."""
+    return next((at for at, layer in enumerate(spec.layers) if layer.mlp != spec.layers[0].mlp), 0)
