@@ -139,14 +139,14 @@ def deploy(
     asynchronous = _asynchronous(instance, bundle)
     own = hardware or (load_hardware(instance.hardware) if instance.hardware in known_hardware() else None)
     step_us, step_source = _step_overhead(instance, own)
-    largest_graph_tokens = max(_capture_sizes(instance.engine, limits.max_num_seqs), default=0)
-    table_host = table_host_of(instance, own, spec, largest_graph_tokens, asynchronous)
     stated_us = instance.engine.host_overhead_us
     group = instance.parallel if lockstep else replace(instance.parallel, dp=1)
     speculation = instance.engine.speculation
     if speculation is not None:
         check_speculation(speculation, spec, limits.max_model_len_tokens)
     queries = 1 + speculation.tokens if speculation else 1
+    capture_sizes = _capture_sizes(instance.engine, limits.max_num_seqs * queries)
+    table_host = table_host_of(instance, own, spec, max(capture_sizes, default=0), asynchronous)
     priced = partial(
         _pricing(instance),
         bundle=bundle,
@@ -156,7 +156,7 @@ def deploy(
         max_num_batched_tokens=limits.max_num_batched_tokens,
         kv=kv.layout,
         collectives=from_fitted_link(instance.links) if instance.links else None,
-        capture_sizes=_capture_sizes(instance.engine, limits.max_num_seqs * queries),
+        capture_sizes=capture_sizes,
         prefills_in_graphs=instance.engine.graph_mode != "FULL_DECODE_ONLY",
         host_us=stated_us or 0.0,
         host_overlaps=asynchronous or group.pp > 1,

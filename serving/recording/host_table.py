@@ -17,8 +17,8 @@ from typing import Any, Final
 from profiler.core.errors import ConfigError
 from profiler.core.hardware import OPTIONAL_HOST_PARTS, Host, host_of
 from profiler.core.load import read_mapping
-from profiler.core.registry import load_model, load_model_config, read_model
-from profiler.core.stack import component_calls, cut
+from profiler.core.registry import load_model
+from profiler.core.stack import component_calls
 from serving.recording.files import read_steps
 from serving.recording.steps import Step
 
@@ -110,27 +110,31 @@ def read_log(path: Path) -> Log:
     """A recording's folder. Raises ConfigError when a file of it is missing or malformed."""
     folder = path / "vllm" if (path / "vllm").is_dir() else path
     meta, engine = read_mapping(folder / "meta.json"), read_mapping(folder / "engine.json")
+    return log_of(path, meta, engine, read_steps(folder))
+
+
+def log_of(path: Path, meta: Mapping[str, Any], engine: Mapping[str, Any], steps: Sequence[Step]) -> Log:
+    """From what read_log reads of the recording in `path`. Raises ConfigError when a key is missing."""
     try:
         name = f"{meta['model']}, vLLM {meta['vllm_version']}, {(engine.get('gpu') or {}).get('name', 'unknown GPU')}"
         return Log(
             path,
             int(meta["layers"]),
             bool(engine["async_scheduling"]),
-            tuple(read_steps(folder)),
+            tuple(steps),
             str(meta["mode"]),
             name,
             _components(str(meta["model"]), int(meta["layers"])),
         )
     except KeyError as error:
-        raise ConfigError(f"{folder}: meta.json and engine.json lack {error}; recorded by an older version") from None
+        raise ConfigError(f"{path}: meta.json and engine.json lack {error}; recorded by an older version") from None
 
 
 def _components(model: str, layers: int) -> float | None:
     try:
-        spec, config = load_model(model), load_model_config(model)
+        return component_calls(load_model(model), layers) / layers
     except ConfigError:
         return None
-    return component_calls(read_model(spec.name, cut(spec, config, layers))) / layers
 
 
 def kind_of(step: Step) -> str:

@@ -10,8 +10,7 @@ from typing import Any, Final, TypeVar
 from profiler.core.errors import ConfigError
 from profiler.core.load import atomic_write
 from serving.comparison_page import Section, page, styled
-from serving.core.runlog import rank_value
-from serving.recording.step_errors import KINDS, PricedStep
+from serving.recording.step_errors import KINDS, PricedStep, p90_absolute
 from serving.recording.validate import Validation
 
 MOST_POINTS: Final = 600  # of one kind in a plot; of all kinds few enough for SVG, since WebGL is not everywhere
@@ -148,7 +147,7 @@ def _errors(steps: dict[str, list[PricedStep]]) -> Any:
     widest = _LEAST_RANGE_PERCENT
     for kind, ones in steps.items():
         errors = sorted(map(_error_percent, ones))
-        widest = max(widest, _p90(errors))
+        widest = max(widest, p90_absolute(errors))
         shares = [(place + 1) / len(errors) for place in range(len(errors))]
         xs, ys = zip(*_evenly(list(zip(errors, shares, strict=True)), MOST_POINTS), strict=True)
         line = {"color": _COLOURS[kind], "shape": "hv"}
@@ -159,10 +158,6 @@ def _errors(steps: dict[str, list[PricedStep]]) -> Any:
     # A few steps may be several times off, which would hide the others.
     figure.update_xaxes(range=[-1.3 * widest, 1.3 * widest])
     return styled(figure, "share of steps within", "priced - recorded, % of recorded", "share", legend=True)
-
-
-def _p90(errors: Sequence[float]) -> float:
-    return rank_value(sorted(round(abs(one) * 1e6) for one in errors), 90) / 1e6
 
 
 def _evenly(items: Sequence[_T], most: int) -> list[_T]:

@@ -19,7 +19,7 @@ from serving.deployment import deploy, instance_model
 from serving.recorded import read_recorded
 from serving.recording.block_counts import BlockCounts, block_counts
 from serving.recording.files import read_steps
-from serving.recording.host_table import own_host, read_log
+from serving.recording.host_table import log_of, own_host
 from serving.recording.step_errors import Errors, PricedStep, by_kind, priced_steps, token_gaps_ns
 from serving.traces import Trace, read_trace
 
@@ -105,7 +105,7 @@ def validate(
     root = bundle_root or default_bundle_root()
     instance = cluster.instances[0]
     if with_own_host:
-        own = own_host(read_log(path), load_hardware(instance.hardware).host)
+        own = own_host(log_of(path, meta, engine, steps), load_hardware(instance.hardware).host)
         instance = replace(instance, engine=replace(instance.engine, host=own, host_overhead_us=None))
         cluster = replace(cluster, instances=(instance,))
     spec = instance_model(instance)
