@@ -3,7 +3,7 @@
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -70,7 +70,6 @@ def _steps_csv(found: "list[Validation]") -> str:
 
 
 def _print(one: "Validation") -> None:
-    from rich.box import SIMPLE
     from rich.console import Console
     from rich.table import Table
 
@@ -79,20 +78,22 @@ def _print(one: "Validation") -> None:
 
     console = Console(file=sys.stdout, highlight=False)
     console.print(title(one), soft_wrap=True, markup=False)
-    table = Table(box=SIMPLE)
-    table.add_column("requests")
+    tight: dict[str, Any] = {"box": None, "padding": (0, 1, 0, 0), "pad_edge": False}  # so that 80 columns hold a row
+    table = Table(**tight)
+    table.add_column("requests, ms")
     for name in STATISTICS:
         table.add_column(name, justify="right")
     by = {(figure.metric, figure.statistic): figure for figure in one.comparison.figures}
     for metric in dict.fromkeys(figure.metric for figure in one.comparison.figures if figure.metric != "makespan"):
         figures = [by[metric, name] for name in STATISTICS]
-        cells = [f"{figure.recorded_ms:,.2f} ms {figure.difference_percent:+.1f} %" for figure in figures]
+        cells = [f"{figure.recorded_ms:,.2f} {figure.difference_percent:+.1f} %" for figure in figures]
         table.add_row(metric, *cells)
     span = by["makespan", "total"]
-    table.add_row("makespan", f"{span.recorded_ms:,.0f} ms {span.difference_percent:+.1f} %")
+    table.add_row("makespan", f"{span.recorded_ms:,.0f} {span.difference_percent:+.1f} %")
     console.print(table)
-    table = Table(box=SIMPLE)
-    table.add_column("steps")
+    console.print()
+    table = Table(**tight)
+    table.add_column("steps, ms")
     for name in ("count", "device", "sum", "median", "p90", "step", "sum", "median", "p90"):
         table.add_column(name, justify="right")
     for kind in one.step:
@@ -101,7 +102,7 @@ def _print(one: "Validation") -> None:
             if errors is None:
                 cells += [""] * 4
                 continue
-            cells.append(f"{errors.recorded_ms / errors.steps:.2f} ms")
+            cells.append(f"{errors.recorded_ms / errors.steps:.2f}")
             cells += [f"{errors.total:+.1f} %", f"{errors.median:.1f} %", f"{errors.p90:.1f} %"]
         table.add_row(kind, *cells)
     console.print(table)

@@ -205,6 +205,7 @@ def test_an_error_is_found_and_written(tmp_path: Path) -> None:
     lines = (tmp_path / "s.csv").read_text().splitlines()
     assert len(lines) == 5 and lines[1].startswith("one-1.25,0,first,600,")
     assert "-20.0 %" in result.output and "KV blocks: 100 recorded" in result.output
+    assert "…" not in result.output and "requests, ms" in result.output, "80 columns hold every cell"
 
 
 def test_another_trace_is_refused(tmp_path: Path) -> None:
