@@ -9,21 +9,26 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from profiler.core.bundle import read_bundle
+from profiler.core.errors import ContractError
 from profiler.core.hardware import load_hardware
 from profiler.core.kv import kv_layout
 from profiler.core.paths import data_root, default_bundle_root
 from profiler.core.registry import load_model
 from profiler.core.types import Parallel
+from profiler.durations import LocalStep, local_durations
 from serving.core.shape import StepShape
 from serving.cost import build_cost
 from serving.metrics import COLUMNS
 
 ROOT = data_root()
 BUNDLES = sorted(path.parent for path in default_bundle_root().rglob("meta.yaml"))
+REPLAYED = [path for path in BUNDLES if path.name.endswith("-replay")]
+SERVED = [path for path in BUNDLES if path not in REPLAYED]
 
 
 def readme_command() -> list[str]:
@@ -61,14 +66,24 @@ def test_the_main_command_replays_the_example_on_measured_tables(tmp_path: Path)
     assert (tmp_path / "again.csv").read_bytes() == (tmp_path / "run.csv").read_bytes()
 
 
-@pytest.mark.parametrize("path", BUNDLES, ids=[str(path.relative_to(default_bundle_root())) for path in BUNDLES])
+def named(paths: list[Path]) -> dict[str, Any]:
+    """Arguments of parametrize for bundles, with readable names."""
+    return {
+        "argnames": "path",
+        "argvalues": paths,
+        "ids": [str(one.relative_to(default_bundle_root())) for one in paths],
+    }
+
+
+@pytest.mark.parametrize(**named(SERVED))
 def test_a_measured_bundle_prices_every_component_of_its_model(path: Path) -> None:
     bundle = read_bundle(path)
     meta = bundle.meta
     spec, hardware = load_model(str(meta["model"])), load_hardware(str(meta["hardware"]))
     layout = kv_layout(spec, Parallel(), hardware.architecture, str(meta["kv"]["layout"]))
+    degrees = set(bundle.table(1, "moe").columns["ep"]) if spec.moe else set()
     for tp in sorted({tp for tp, _ in bundle.tables}):
-        parallel = Parallel(tp=tp, ep=tp) if tp > 1 else Parallel(dp=8, ep=8)
+        parallel = Parallel(tp=tp, ep=tp) if tp > 1 else Parallel(dp=8, ep=8) if 8 in degrees else Parallel()
         cost = build_cost(
             bundle=bundle, spec=spec, parallel=parallel, hardware=hardware, kv=layout, max_num_batched_tokens=8192
         )
@@ -77,6 +92,41 @@ def test_a_measured_bundle_prices_every_component_of_its_model(path: Path) -> No
         short = StepShape(((1000, 0), (600, 300)), 0, 0, 0, 0, 2)
         for shape in (decode, mixed, short):
             assert cost.step_ns([shape] * parallel.dp) > 0
+
+
+@pytest.mark.parametrize(**named(REPLAYED))
+def test_a_bundle_for_replay_prices_steps_and_is_refused_by_serving(path: Path) -> None:
+    bundle = read_bundle(path)
+    spec = load_model(str(bundle.meta["model"]))
+    steps = [LocalStep(prefills=((8192, 0),)), LocalStep(decode_keys=(4096,) * 32)]
+    assert all(step.us > 0 and step.parts["dsa_attention_tail"] > 0 for step in local_durations(bundle, spec, steps))
+    with pytest.raises(ContractError, match="replay"):
+        build_cost(
+            bundle=bundle,
+            spec=spec,
+            parallel=Parallel(),
+            hardware=load_hardware(str(bundle.meta["hardware"])),
+            max_num_batched_tokens=8192,
+        )
+
+
+def test_the_native_module_takes_as_long_split_by_kernel_as_whole() -> None:
+    """Two acquisitions of the same kernels on one card, in different order: the whole model on one GPU."""
+    root = default_bundle_root() / "H200" / "deepseek-ai" / "DeepSeek-V3.2-Exp"
+    spec = load_model("deepseek-ai/DeepSeek-V3.2-Exp")
+    split = build_cost(
+        bundle=read_bundle(root / "fp8-kvfp8_ds_mla-native"),
+        spec=spec,
+        parallel=Parallel(),
+        hardware=load_hardware("H200"),
+        max_num_batched_tokens=8192,
+    )
+    whole = read_bundle(root / "fp8-kvfp8_ds_mla-native-replay")
+    decode = StepShape((), 32, 32 * 4096, 4096, 32 * 2048, 32)
+    prefill = StepShape(((8192, 0),), 0, 0, 0, 0, 1)
+    steps = [LocalStep(decode_keys=(4096,) * 32), LocalStep(prefills=((8192, 0),))]
+    for shape, local in zip((decode, prefill), local_durations(whole, spec, steps), strict=True):
+        assert sum(line.us for line in split.explain([shape])) == pytest.approx(local.us, rel=0.03)
 
 
 def test_there_is_a_measured_bundle() -> None:
