@@ -167,7 +167,7 @@ def deploy(
     stream = shared_stream(instance, spec, own, str(bundle.meta["engine"].get("name")))
     beside = {} if stream is None else {"more_by_tokens": stream}
     cost: AnyCost = priced(step_us=step_us, step_source=step_source, **beside)
-    behind = behind_of(priced, spec, table_host) if table_host and not table_host.compiled else None
+    behind = behind_of(priced, spec, table_host) if table_host else None
     copies_ns = inputs_ns(cost) if table_host else 0
     host = _host_memory(instance.engine.offload, kv.layout)
     if host is not None:

@@ -35,7 +35,8 @@ def table_host_of(
     return TableHost(
         host=host,
         layers=spec.num_layers,
-        first_layers=_launch_layers(spec, host, _first_layers(spec)),
+        first_layers=_first_layers(spec),
+        launch_first_layers=_launch_layers(spec, host, _first_layers(spec)),
         launch_layers=_launch_layers(spec, host, spec.num_layers),
         experts_last=spec.layers[-1].mlp == "moe",
         largest_graph_tokens=largest_graph_tokens,

@@ -9,8 +9,9 @@ The device begins a step when it has ended the one before and the first kernel i
 that has the step's inputs by then. Kernels that are launched one by one end no earlier than from their launch on: the
 device has idled among layers that it runs faster than they are launched, so it ends no earlier than the last layer's
 experts and the head need behind the launch of what comes before, and, where a stack begins with layers of another kind
-(dense ones before experts), than the others need behind the launch of these. A step ends, and its tokens are known,
-when the thread has updated the scheduler.
+(dense ones before experts), than the others need behind the launch of these. The same holds for graphs of parts of
+layers with launched attention between them. A step ends, and its tokens are known, when the thread has updated the
+scheduler.
 """
 
 from collections import deque
@@ -25,8 +26,7 @@ from serving.core.shape import StepCost, StepShape
 class HostTimes(NamedTuple):
     """Nanoseconds of the host's thread for one step: before its first launch, launching, and once its tokens are there
     until they are known; then making the outputs. first_ns: of launching, the layers ahead of those of another kind,
-    layers_ns: all layers, up to the experts of the last one where it has some; both 0 where they are not launched
-    kernel by kernel."""
+    layers_ns: all layers, up to the experts of the last one where it has some; both 0 where they are one graph."""
 
     before_ns: int
     launch_ns: int
@@ -153,8 +153,7 @@ class HostedGroup(Group):
         times = self.host.times(shapes)
         begin_ns = self._free_ns + times.before_ns
         self._free_ns = begin_ns + times.launch_ns
-        # That it ends no earlier than the last launch shows in the thread's own time, which never waits for less.
-        self._device_ns = max(self._device_ns, begin_ns - self.inputs_ns) + device_ns
+        self._device_ns = max(max(self._device_ns, begin_ns - self.inputs_ns) + device_ns, self._free_ns)
         if self.behind is not None:
             self._device_ns = max(self._device_ns, self.behind.end_ns(begin_ns, times, shapes))
         self._in_flight.append(_InFlight(self._device_ns, times.update_ns, times.output_ns, repeated_tokens, False))

@@ -18,13 +18,12 @@ EXPERTS_SHARE: Final = 12 / 51
 class TableHost:
     """See profiler.core.hardware.Host for the numbers, and serving.core.hosted for what becomes of them.
 
-    first_layers: of those that are launched, those ahead of layers of another kind, 0 where all are of one.
-    launch_layers: as many layers as `host.launch` counted have so many components; None is `layers`.
-    largest_graph_tokens: of the CUDA graphs, 0 without any. compiled: layers are compiled code, in graphs of parts of
-    layers as far as those reach; else steps with prefills are launched kernel by kernel, as all beyond the graphs.
-    Launching compiled layers outside of graphs is priced as inside, and where nobody has measured either, as nothing: a
-    bound from below. experts_last: the last layer has experts. added: further work before a step, such as that of a
-    recorder.
+    first_layers: those ahead of layers of another kind, 0 where all are of one. launch_layers, launch_first_layers: as
+    many layers as `host.launch` counted have so many components as all, and as the first; None is their number.
+    largest_graph_tokens: of the CUDA graphs, 0 without any. compiled: as far as the graphs reach, steps with prefills
+    run in graphs of parts of layers, with the attention between them launched; else they are launched kernel by kernel,
+    as all steps beyond the graphs are, compiled or not. Where nobody has measured the former it takes no time: a bound
+    from below. experts_last: the last layer has experts. added: further work before a step, such as that of a recorder.
     """
 
     host: Host
@@ -33,10 +32,11 @@ class TableHost:
     compiled: bool
     asynchronous: bool
     added: HostPart = NOTHING
-    first_layers: float = 0.0
+    first_layers: float = 0
     launch_layers: float | None = None
+    launch_first_layers: float | None = None
     experts_last: bool = False
-    _known: dict[tuple[str, int, int], HostTimes] = field(default_factory=dict, compare=False, repr=False)
+    _known: dict[tuple[str, int, int], HostTimes] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def times(self, shapes: Sequence[StepShape | None]) -> HostTimes:
         """Of the rank with the most requests, launched as that with the most tokens is."""
@@ -60,10 +60,11 @@ class TableHost:
 
         mixed: prefills and decodes on one rank.
         """
-        if not prefills and tokens <= self.largest_graph_tokens:
-            return "replay"
-        if self.compiled:
-            return "piecewise"
+        if tokens <= self.largest_graph_tokens:
+            if not prefills:
+                return "replay"
+            if self.compiled:
+                return "piecewise"
         return "launch_mixed" if mixed and self.host.launch_mixed else "launch"
 
     def _of(self, launched: str, requests: int, prefills: int) -> HostTimes:
@@ -79,19 +80,22 @@ class TableHost:
         graph: tuple[HostPart, ...] = (host.replay,) if launched == "replay" else ()
         by_layer: HostLaunch | None = None if launched == "replay" else getattr(host, launched)
         one_by_one = launched in ("launch", "launch_mixed")
-        layers = self.layers if self.launch_layers is None or not one_by_one else self.launch_layers
+        layers, first = float(self.layers), self.first_layers
+        if one_by_one:
+            layers = layers if self.launch_layers is None else self.launch_layers
+            first = first if self.launch_first_layers is None else self.launch_first_layers
         layers_us = _launch_us(by_layer, layers)
-        first_us = _launch_us(by_layer, self.first_layers) if one_by_one else 0.0
-        last_us = by_layer.per_layer_us * EXPERTS_SHARE if by_layer and self.experts_last else 0.0
+        # The last layer's experts come behind the launch of their own, or in the graph behind the last attention.
+        last_us = by_layer.per_layer_us * EXPERTS_SHARE if by_layer and one_by_one and self.experts_last else 0.0
         # Without asynchronous scheduling the books wait for the tokens.
-        early, late = ((host.bookkeep,), ()) if self.asynchronous else ((), (host.bookkeep,))
+        ahead, behind = ((host.bookkeep,), ()) if self.asynchronous else ((), (host.bookkeep,))
         return HostTimes(
             before_ns=round(1e3 * (prepare_us + us(host.schedule, self.added, *graph))),
-            launch_ns=round(1e3 * (layers_us + us(host.sample, *early))),
-            update_ns=round(1e3 * us(*late, host.tokens, host.update)),
+            launch_ns=round(1e3 * (layers_us + us(host.sample, *ahead))),
+            update_ns=round(1e3 * us(*behind, host.tokens, host.update)),
             output_ns=round(1e3 * us(host.output)),
-            first_ns=round(1e3 * first_us),
-            layers_ns=round(1e3 * (layers_us - last_us)) if one_by_one else 0,
+            first_ns=round(1e3 * _launch_us(by_layer, first)),
+            layers_ns=round(1e3 * (layers_us - last_us)),
         )
 
 

@@ -8,7 +8,7 @@ of it.
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from operator import attrgetter
 from pathlib import Path
 from statistics import fmean, median
@@ -26,6 +26,10 @@ KINDS: Final = ("decode", "prefill", "mixed")
 STALL = 3.0  # medians
 LEAST_STEPS = 5  # of one number of requests, for its mean to count
 WAITED_US = 50.0  # so long before the device's end a thread has come for one to say that it waited for it
+
+# Modes of recordings whose launches count, the first that have some: as the tables have the layers, or as served.
+_LAUNCHED: Final = (("decode-graphs", "eager"), ("engine",), ("piecewise",))
+_PIECEWISE: Final = (("engine",), ("piecewise",))
 
 Part = Callable[[Step], float | None]
 
@@ -203,10 +207,11 @@ def layer_launch(logs: Iterable[Log], wanted: Callable[[Log, Step], bool]) -> tu
 def host_block(logs: Sequence[Log]) -> dict[str, Any]:
     """The `host` block of a hardware file, as far as these recordings hold it; see profiler.core.hardware.Host.
 
-    launch counts steps that ran without a graph and were not compiled, launch_mixed those of them with prefills and
-    decodes, piecewise those in graphs of parts of layers, replay those in whole ones. launch_components only where all
-    are of one stack. Raises ConfigError where no recording has asynchronous scheduling, whose log alone tells work from
-    waiting.
+    launch counts steps that ran without a graph, launch_mixed those of them with prefills and decodes, both of layers
+    that are not compiled where there are such; piecewise those in graphs of parts of layers, of engines that compile as
+    vLLM does by default where there are such, but for the first of each captured size; replay those in whole ones.
+    launch_components only where all are of one stack. Raises ConfigError where no recording has asynchronous
+    scheduling, whose log alone tells work from waiting.
     """
     logs = [log for log in logs if log.asynchronous]
     if not logs:
@@ -245,17 +250,19 @@ def _part(
 
 def _block(logs: Sequence[Log]) -> dict[str, Any]:
     block: dict[str, Any] = {}
+    settled = list(map(_settled, logs))
 
     def part(name: str, of: str, wanted: Callable[[Log, Step], bool], requests: Any = _requests) -> None:
         if (found := _part(logs, PARTS[of], wanted, requests)) is not None:
             block[name] = found
 
-    def launched(log: Log, step: Step) -> bool:
-        return step.graph == "NONE" and log.mode not in ("engine", "piecewise")
-
-    def launch(name: str, wanted: Callable[[Log, Step], bool]) -> None:
-        if (found := layer_launch(logs, wanted)) is not None:
-            block[name] = {"fixed_us": round(found[0], 1), "per_layer_us": round(found[1], 1)}
+    def launch(name: str, modes: Sequence[tuple[str, ...]], wanted: Callable[[Step], bool]) -> None:
+        """Of recordings in the first modes that have such steps."""
+        for some in modes:
+            found = layer_launch([log for log in settled if log.mode in some], lambda log, step: wanted(step))
+            if found is not None:
+                block[name] = {"fixed_us": round(found[0], 1), "per_layer_us": round(found[1], 1)}
+                return
 
     part("schedule", "schedule", lambda log, step: True)
     part("prepare", "prepare", lambda log, step: not step.prefill_requests)
@@ -264,15 +271,27 @@ def _block(logs: Sequence[Log]) -> dict[str, Any]:
     part("replay", "forward_launch", lambda log, step: step.graph == "FULL")
     for name in ("sample", "bookkeep", "tokens", "update", "output"):
         part(name, name, lambda log, step: True)
-    launch("launch", lambda log, step: launched(log, step) and kind_of(step) != "mixed")
-    launch("launch_mixed", lambda log, step: launched(log, step) and kind_of(step) == "mixed")
-    launch("piecewise", lambda log, step: step.graph == "PIECEWISE")
+    launch("launch", _LAUNCHED, lambda step: step.graph == "NONE" and kind_of(step) != "mixed")
+    launch("launch_mixed", _LAUNCHED, lambda step: step.graph == "NONE" and kind_of(step) == "mixed")
+    launch("piecewise", _PIECEWISE, lambda step: step.graph == "PIECEWISE")
     components = {log.components for log in logs}
     if len(components) == 1 and (one := components.pop()) is not None and "launch" in block:
         block["launch_components"] = round(one, 2)
     steps = sum(len(log.steps) for log in logs)
     block["source"] = f"{steps:,} steps of {len(logs)} recordings ({'; '.join(sorted({log.engine for log in logs}))})"
     return block
+
+
+def _settled(log: Log) -> Log:
+    """Without the first step of each size in graphs of parts of layers, whose launch can take twice as long."""
+    sizes: set[int | None] = set()
+    kept = []
+    for step in log.steps:
+        if step.graph != "PIECEWISE" or step.padded_tokens in sizes:
+            kept.append(step)
+        else:
+            sizes.add(step.padded_tokens)
+    return replace(log, steps=tuple(kept))
 
 
 def _usual(values: Sequence[float]) -> float:

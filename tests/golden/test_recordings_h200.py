@@ -20,6 +20,14 @@ GRAPHS = {
     "graphs-long": (6.5, 7.0, 3.0, 3.5),
     "single-stream-mixed": (6.0, 8.0, 3.0, 2.0),
 }
+# Steps with prefills in graphs of parts of layers as far as these reach: as vLLM runs by default, and the kernels of the
+# tables as they are written, whose launch is not spread over the layers as evenly as it is priced.
+BY_PARTS = {
+    "engine-chat": (5.5, 4.5, 3.0, 2.0),
+    "engine-mixed": (6.5, 7.5, 3.0, 2.0),
+    "piecewise-chat": (11.5, 11.0, 3.0, 7.0),
+    "piecewise-mixed": (10.5, 14.0, 3.0, 5.0),
+}
 # Launched kernel by kernel, or with the host between any two steps: as noisy as the host.
 HOST = {
     "eager-chat": (7.0, 6.0, 13.0, 2.0),
@@ -39,17 +47,17 @@ def of(name: str, validated: dict[str, Validation]) -> Validation:
     return validated[name]
 
 
-@pytest.mark.parametrize("name", [*GRAPHS, *HOST])
+@pytest.mark.parametrize("name", [*GRAPHS, *BY_PARTS, *HOST])
 def test_errors_stay_as_small_as_they_are(name: str, validated: dict[str, Validation]) -> None:
     found = of(name, validated)
     off = {(one.metric, one.statistic): abs(one.difference_percent) for one in found.comparison.figures}
-    ttft, tpot, median, total = (GRAPHS | HOST)[name]
+    ttft, tpot, median, total = (GRAPHS | BY_PARTS | HOST)[name]
     assert off["ttft", "mean"] <= ttft and off["tpot", "mean"] <= tpot
     assert found.device["all"].median <= median and abs(found.device["all"].total) <= total
     assert found.extrapolated_lookups == 0
 
 
-@pytest.mark.parametrize("name", [*GRAPHS, *HOST])
+@pytest.mark.parametrize("name", [*GRAPHS, *BY_PARTS, *HOST])
 def test_blocks_are_the_engines(name: str, validated: dict[str, Validation]) -> None:
     """Exactly on the engine's own KV memory, within 2 % by the memory model."""
     blocks = of(name, validated).blocks

@@ -181,6 +181,13 @@ def test_a_file_of_a_host_alone(tmp_path: Path) -> None:
         load_host(path)
 
 
+def test_the_shipped_host_knows_every_way_to_launch() -> None:
+    """Attention between graphs takes less than all of a layer, and prefills beside decodes more than alone."""
+    host = load_hardware("H200").host
+    assert host is not None and host.launch_mixed is not None and host.piecewise is not None
+    assert 0 < host.piecewise.per_layer_us < host.launch.per_layer_us < host.launch_mixed.per_layer_us
+
+
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [

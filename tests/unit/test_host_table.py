@@ -9,7 +9,7 @@ import yaml
 from click.testing import CliRunner
 
 from profiler.core.errors import ConfigError
-from profiler.core.hardware import HostPart, load_hardware
+from profiler.core.hardware import HostLaunch, HostPart, load_hardware
 from profiler.core.paths import hardware_root
 from serving.commands.host import command
 from serving.recording.files import steps_text
@@ -80,7 +80,7 @@ def test_known_parts_are_found() -> None:
 def test_what_is_printed_is_what_a_hardware_file_takes(tmp_path: Path) -> None:
     """The block of recordings behind a file without one."""
     text = (hardware_root() / "H100.yaml").read_text()
-    compiled = replace(log(), mode="engine", steps=tuple(step(4, 1, "PIECEWISE") for _ in range(5)))
+    compiled = replace(log(), mode="engine", steps=tuple(step(4, 1, "PIECEWISE") for _ in range(6)))
     block = host_block([log(6), log(4), compiled])
     (tmp_path / "H100.yaml").write_text(text + yaml.safe_dump({"host": block}))
     host = load_hardware("H100", tmp_path).host
@@ -192,3 +192,29 @@ def test_layers_of_other_stacks_are_counted_by_their_components() -> None:
     assert host_block([one])["launch_components"] == 26.0
     assert "launch_components" not in host_block([one, replace(log(4), components=25.0)])
     assert "launch_components" not in host_block([log()])
+
+
+def compiled_log(mode: str, us: float, launched_us: float) -> Log:
+    """Steps padded to 64 and 128 tokens in `us`, the first of each twice; beyond the graphs in `launched_us`."""
+    by_parts = [
+        replace(step(4, 1, "PIECEWISE"), padded_tokens=size, forward_launch_us=us * (2 if first else 1))
+        for first in (True, False, False, False)
+        for size in (64, 128)
+    ]
+    launched = [replace(step(4, 1, "NONE"), padded_tokens=300, forward_launch_us=launched_us) for _ in range(5)]
+    return replace(log(), mode=mode, steps=(*by_parts, *launched))
+
+
+def test_graphs_of_parts_are_those_of_a_compiled_engine_once_each_has_run() -> None:
+    engine, piecewise = compiled_log("engine", 6_000.0, 30_000.0), compiled_log("piecewise", 12_000.0, 36_000.0)
+    both = host_block([log(), piecewise, engine])
+    assert both["piecewise"] == {"fixed_us": 0.0, "per_layer_us": 1_000.0}
+    assert host_block([log(), piecewise])["piecewise"] == {"fixed_us": 0.0, "per_layer_us": 2_000.0}
+
+
+def test_launches_are_those_of_layers_as_the_tables_have_them_where_there_are_some() -> None:
+    engine, piecewise = compiled_log("engine", 6_000.0, 30_000.0), compiled_log("piecewise", 12_000.0, 36_000.0)
+    plain = {"fixed_us": 0.0, "per_layer_us": round(2_900.0 + 700.0 / 6, 1)}
+    assert host_block([log(), piecewise, engine])["launch_mixed"] == plain
+    assert host_block([piecewise, engine])["launch_mixed"] == {"fixed_us": 0.0, "per_layer_us": 5_000.0}
+    assert own_host(piecewise, own_host(mixed_log(), None)).launch_mixed == HostLaunch(0.0, 6_000.0)

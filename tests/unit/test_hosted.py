@@ -133,11 +133,28 @@ def test_how_steps_are_launched():
     assert graphs.times([shape]) == (0, launch_ns, 7_000, 0, 0, launch_ns)
     assert graphs.times([shape, None, decodes]) == graphs.times([shape])
     assert graphs.times([None, decodes]) == graphs.times([decodes])
-    compiled = TableHost(host, 6, 512, True, True).times([shape])
-    assert (compiled.launch_ns, compiled.layers_ns) == (100_000 + 6 * 400_000, 0)
-    assert TableHost(host, 6, 64, True, True).times([shape]) == compiled
-    assert TableHost(replace(host, piecewise=None), 6, 64, True, True).times([shape]).launch_ns == 0
-    assert TableHost(host, 6, 0, False, True).times([decodes]).launch_ns == 700_000 + 6 * 2_900_000
+    assert TableHost(host, 6, 0, False, True).times([decodes]).launch_ns == launch_ns
+
+
+def test_compiled_layers_are_launched_by_parts_as_far_as_graphs_reach():
+    """103 tokens: within 512 the graphs of parts, 100 us and 400 per layer; beyond 64 kernel by kernel."""
+    shape = StepShape(((100, 0),), 3, 30, 10, 30, 4)
+    decodes = StepShape((), 3, 30, 10, 30, 3)
+    host = replace(MIXED, piecewise=HostLaunch(100.0, 400.0))
+    within = TableHost(host, 6, 512, True, True, first_layers=2, experts_last=True)
+    # The last layer's experts are in the graph behind the last attention, so all of its launch comes before them.
+    assert within.times([shape]) == (37_000, 2_500_000, 0, 0, 900_000, 2_500_000)
+    assert within.times([decodes])[4:] == (0, 0)
+    beyond = replace(within, largest_graph_tokens=64)
+    assert beyond.times([shape]) == replace(beyond, compiled=False).times([shape])
+    assert beyond.times([shape]).launch_ns == 156_000
+    assert replace(beyond, largest_graph_tokens=2).times([decodes]).launch_ns == 125_000
+    # Components of other stacks count for what is launched kernel by kernel alone.
+    other = replace(within, launch_layers=9.0, launch_first_layers=1.5)
+    assert other.times([shape]) == within.times([shape])
+    assert replace(other, largest_graph_tokens=0).times([shape])[4:] == (43_500, round(231_000 - 25_000 * 12 / 51))
+    unknown = replace(within, host=replace(host, piecewise=None))
+    assert unknown.times([shape]) == (37_000, 0, 0, 0, 0, 0)
 
 
 def test_the_books_wait_for_the_tokens_without_asynchronous_scheduling():
@@ -181,6 +198,20 @@ def test_prefills_and_steps_of_both_kinds_have_times_of_their_own():
     assert with_experts == (44_000, 125_000, 0, 0, 45_000, 125_000 - round(20_000 * 12 / 51))
     untold = TableHost(replace(MIXED, prepare_prefill=None, launch_mixed=None), 6, 512, False, True)
     assert untold.times([both])[:2] == (14_000, 125_000)
+
+
+def test_inputs_are_not_copied_before_the_last_launch_of_the_step_before():
+    """The first step ends with its launch at 500; the next begins then, not 1,000 before its own launch."""
+
+    class Slow:
+        launches_ns = iter((500, 50))
+
+        def times(self, shapes):
+            return HostTimes(0, next(self.launches_ns), 0, 0)
+
+    group = HostedGroup([engine()], Constant(100, HostTimes(0, 0, 0, 0)), Slow(), inputs_ns=1_000)
+    (record,), _ = replayed([group], [request(prompt=5, output=2)])
+    assert (record.first_token_ns, record.finish_ns) == (500, 600)
 
 
 class Fixed(NamedTuple):
