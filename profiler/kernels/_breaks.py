@@ -3,10 +3,11 @@
 from profiler.core.types import ModelSpec
 
 # Kernels whose work begins, or ends growing, where a query sees more keys than it attends.
-_AT_THE_CAP = frozenset({"index_topk", "block_topk", "sparse_mla", "sparse_gqa"})
+_AT_THE_CAP = frozenset({"index_topk", "sparse_mla", "sparse_gqa"})
 # Selection, and on the prefill side another attention kernel, begin beyond the top-k.
 _TAIL = "dsa_attention_tail"
-_INDEXER = frozenset({"index_scores", "index_topk"})
+# What has other kernels for one new token, a decode, than for two, a prefill.
+_DECODES_APART = frozenset({"index_scores", "index_topk", "block_scores", "block_topk", "sparse_gqa"})
 
 
 def jumps(name: str, axis: str) -> bool:
@@ -16,7 +17,6 @@ def jumps(name: str, axis: str) -> bool:
         ("decode_kv_tokens", _TAIL),
         ("prefill_context_tokens", "mla_dense_prefill"),
         ("decode_kv_tokens", "index_topk"),
-        ("decode_kv_tokens", "block_topk"),
     )
 
 
@@ -27,8 +27,8 @@ def breaks(spec: ModelSpec, name: str, axis: str, other: int) -> tuple[int, ...]
     requests x keys).
     """
     cap = spec.indexer.attended_cap_tokens if spec.indexer else 0
-    if axis == "prefill_chunk_tokens" and name in _INDEXER:
-        return (1,)  # one new token is a decode, two are a prefill
+    if axis == "prefill_chunk_tokens" and name in _DECODES_APART:
+        return (1,)
     if axis == "prefill_context_tokens" and name == "mla_dense_prefill":
         return (0,)  # a context is gathered, expanded and attended by a pass of its own
     if name == _TAIL and axis in ("prefill_context_tokens", "decode_kv_tokens"):

@@ -28,6 +28,8 @@ _DENSE_KEYS: Final = 128
 _DENSE_KEYS_OF_WIDE: Final = 80
 _WIDE_KEY: Final = 192
 _DENSE_VALUES: Final = 128
+# Of grouped-query attention the tiles of one head width are known: 128 rows x 128 keys, as in the expanded form.
+GROUPED_WIDTH: Final = 128
 # num_splits_heuristic: no split from this share of the multiprocessors on, nor of so few blocks; else the fewest parts
 # that fill them within 85 % of the best; at most 128 parts.
 _FULL: Final = 0.8
@@ -199,3 +201,40 @@ def _to_context(rows: int, keys: int, heads: int, sm_count: int) -> tuple[float,
     most = most_splits(heads * rows, keys, sm_count)
     n = splits(keys, rows * keys * heads, most, sm_count)
     return math.ceil(heads * rows * n / sm_count) * (math.ceil(keys / n) + _TILE), n if most > 1 else 0
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedWork:
+    """Grouped-query attention of a chunk over a paged cache.
+
+    The heads of a group are packed into the rows of a tile, so that with 16 of them a tile has eight tokens. heads: of
+    one rank; kv_heads: its groups. Measured on an H200 (64 heads, 4 groups, behind 524,288 keys): 128 tokens
+    are 64 tiles in two parts each and take 3.1 ms, 129 are 68 tiles whose 136 parts no longer fit at once, 6.1 ms, and
+    256 are 128 whole tiles, 5.8 ms.
+    """
+
+    sm_count: int
+    heads: int
+    kv_heads: int
+
+    def prefill(self, chunk: float, context: float) -> float:
+        group = self.heads / self.kv_heads
+        rows, seen = math.ceil(chunk * group / _DENSE_ROWS), (context + chunk) / _DENSE_KEYS
+        most = most_splits(self.kv_heads * rows, math.ceil(seen), self.sm_count)
+        n = splits(math.ceil(seen), self.kv_heads * rows * math.ceil(seen), most, self.sm_count)
+        merged = _merge(chunk * self.heads, n, _DENSE_VALUES) if most > 1 else 0.0
+        return first_free(self._tiles(rows, chunk, context, n), self.sm_count) + merged
+
+    def _tiles(self, rows: int, chunk: float, context: float, n: int) -> Iterator[tuple[int, float]]:
+        """(tiles of as many keys within one block, their blocks), longest first."""
+        tokens = _DENSE_ROWS * self.kv_heads / self.heads
+        alike = max(1, int(_DENSE_KEYS / tokens))
+        for last in range(rows, 0, -alike):
+            keys = context + min(chunk, last * tokens)
+            yield self.kv_heads * n * min(alike, last), keys / _DENSE_KEYS / n + _TILE
+
+    def bends(self, chunk: int, last_context: float) -> Iterator[float]:
+        yield from ()
+
+    def straight_until(self, chunk: int) -> float:
+        return math.inf

@@ -10,8 +10,9 @@ from profiler.core.grid import BatchRow, Grid, Outside, decode_grid, prefill_gri
 from profiler.core.grid_work import DecodeWork, PrefillWork, Work
 from profiler.core.hardware import known_hardware, load_hardware
 from profiler.core.types import ModelSpec
+from profiler.kernels._block_sparse import ScoreWork, TopkWork
 from profiler.kernels._breaks import breaks
-from profiler.kernels._flash_attention import DenseWork, SparseWork, dense_keys
+from profiler.kernels._flash_attention import GROUPED_WIDTH, DenseWork, GroupedWork, SparseWork, dense_keys
 
 # DeepGEMM's fp8 MQA logits give each block 128 index heads, which are two queries of DeepSeek-V3.2 and four of GLM-5
 # (sm90_fp8_mqa_logits, BLOCK_Q); vLLM cuts a chunk where its fp32 scores would exceed
@@ -47,7 +48,9 @@ class Ran:
     heads: of one rank. cap_tokens: most attended keys, 0 without a selection. whole_below: chunks up to this length
     read the whole cap, as decode kernels over a fixed number of picks do. decodes_apart: that kernel runs decodes in a
     launch of their own, their keys divided evenly over the card. flash_attention: sparse MLA is FlashAttention 3.
-    index_heads: of the token indexer. key_width, value_width: of one head in the dense prefill.
+    index_heads: of the token indexer. key_width, value_width: of one head in the dense prefill. kv_heads: groups of
+    one rank of grouped-query attention, 0 where its tiles are not known; selection_blocks: tokens of a block that is
+    selected, 0 without block selection.
     """
 
     sm_count: int
@@ -60,6 +63,8 @@ class Ran:
     index_heads: int = 64
     key_width: int = 192
     value_width: int = 128
+    kv_heads: int = 0
+    selection_blocks: int = 0
 
 
 def ran_of(meta: Mapping[str, Any], spec: ModelSpec, tp: int) -> Ran | None:
@@ -85,6 +90,7 @@ def ran_of(meta: Mapping[str, Any], spec: ModelSpec, tp: int) -> Ran | None:
         decodes_apart=whole and known and not one_batch,
         flash_attention=measured and known and meta["kv"]["layout"] == _FLASH_ATTENTION,
         **_widths(spec),
+        **_groups(spec, tp),
     )
 
 
@@ -95,6 +101,16 @@ def _widths(spec: ModelSpec) -> dict[str, int]:
         "index_heads": spec.indexer.num_heads,
         "key_width": spec.mla.qk_nope_head_dim + spec.mla.qk_rope_head_dim,
         "value_width": spec.mla.v_head_dim,
+    }
+
+
+def _groups(spec: ModelSpec, tp: int) -> dict[str, int]:
+    if spec.gqa is None:
+        return {}
+    known = spec.gqa.head_dim == GROUPED_WIDTH
+    return {
+        "kv_heads": max(1, spec.gqa.num_kv_heads // tp) if known else 0,
+        "selection_blocks": spec.indexer.block_tokens if spec.indexer else 0,
     }
 
 
@@ -109,7 +125,9 @@ def prefill_work(name: str, ran: Ran | None) -> Work | None:
         return Work(select_beyond=ran.cap_tokens, idle_keys=_IDLE_KEYS, row_keys=_ROW_KEYS)
     if name == "sparse_mla" and ran.cap_tokens:
         return _sparse_mla(ran)
-    return Work() if name in ("mla_dense_prefill", "attention") else None
+    if name == "sparse_gqa" and ran.cap_tokens:
+        return Work(cap_keys=ran.cap_tokens)
+    return Work() if name in ("mla_dense_prefill", "attention", "block_scores", "block_topk") else None
 
 
 def decode_work(name: str, ran: Ran | None) -> Work | None:
@@ -126,6 +144,12 @@ def prefill_straight(name: str, ran: Ran | None) -> PrefillWork | None:
         return SparseWork(ran.sm_count, ran.heads, ran.cap_tokens)
     if ran is not None and ran.tiles and name == "mla_dense_prefill":
         return DenseWork(ran.sm_count, ran.heads, dense_keys(ran.key_width), ran.value_width)
+    if ran is not None and ran.flash_attention and ran.kv_heads and name == "attention":
+        return GroupedWork(ran.sm_count, ran.heads, ran.kv_heads)
+    if ran is not None and _selects_blocks(ran) and name == "block_scores":
+        return ScoreWork(ran.sm_count, ran.kv_heads, ran.selection_blocks)
+    if ran is not None and _selects_blocks(ran) and name == "block_topk":
+        return TopkWork(ran.kv_heads, ran.selection_blocks)
     return prefill_work(name, ran)
 
 
@@ -133,7 +157,14 @@ def decode_straight(name: str, ran: Ran | None) -> DecodeWork | None:
     """The same of a batch of decode requests."""
     if ran is not None and ran.flash_attention and ran.cap_tokens and name == "sparse_mla":
         return SparseWork(ran.sm_count, ran.heads, ran.cap_tokens)
+    if ran is not None and _selects_blocks(ran) and name == "block_topk":
+        return TopkWork(ran.kv_heads, ran.selection_blocks)
     return decode_work(name, ran)
+
+
+def _selects_blocks(ran: Ran) -> bool:
+    """Whether vLLM's Triton kernels of block selection ran, which have an index head for each key-value head."""
+    return ran.tiles and ran.kv_heads > 0 and ran.selection_blocks > 0
 
 
 def prefill_lookup(rows: Sequence[BatchRow], name: str, spec: ModelSpec, ran: Ran | None, outside: Outside) -> Grid:

@@ -35,7 +35,8 @@ def info(kinds: tuple[str, ...] = ONE_OF_EACH) -> EngineInfo:
 
 
 # (module, kernel, component) of one pass of vLLM 0.26.0's models/minimax_m3 with one layer of each kind, module paths
-# and Triton kernel names from its source: D is the dense layer, S the sparse one.
+# and Triton kernel names from its source: D is the dense layer, S the sparse one. test_vllm_msa_recorded.py has a pass
+# as it was recorded.
 D, S = "model.layers.0", "model.layers.1"
 ALWAYS = [
     ("runner.prepare_inputs", "Memcpy HtoD (Pinned -> Device)", "dense/step_inputs"),
@@ -276,7 +277,7 @@ def test_kernels_are_tuned_on_batches_within_the_limits(limits: tuple[int, int, 
 
 @pytest.mark.parametrize(("tp", "heads"), [(1, 4), (8, 1)])
 def test_kernels_are_tuned_by_their_launchers_before_the_engine(
-    tp: int, heads: int, monkeypatch: pytest.MonkeyPatch
+    tp: int, heads: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The arguments are those of vLLM 0.26's models/minimax_m3/common/ops/index_topk.py, shapes and types included."""
     seen: dict[str, tuple[Any, ...]] = {}
@@ -287,7 +288,14 @@ def test_kernels_are_tuned_by_their_launchers_before_the_engine(
     def decode(*given: Any) -> None:
         seen["decode"] = given
 
-    kernels = SimpleNamespace(minimax_m3_index_topk=topk, minimax_m3_index_decode=decode)
+    best = SimpleNamespace(kwargs={"BLOCK_SIZE_K": 64}, num_warps=2)
+    tuned = SimpleNamespace(fn=SimpleNamespace(best_config=best))
+    kernels = SimpleNamespace(
+        minimax_m3_index_topk=topk,
+        minimax_m3_index_decode=decode,
+        _topk_index_kernel=tuned,
+        _topk_index_partial_kernel=SimpleNamespace(fn=SimpleNamespace(fn=len)),
+    )
     ops = SimpleNamespace(index_topk=kernels)
     for name in ("vllm", "vllm.models", "vllm.models.minimax_m3", "vllm.models.minimax_m3.common"):
         monkeypatch.setitem(sys.modules, name, SimpleNamespace(__path__=[]))
@@ -295,6 +303,7 @@ def test_kernels_are_tuned_by_their_launchers_before_the_engine(
     monkeypatch.setattr(msa, "_DEVICE", "cpu")
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     msa.tune(per_rank_config(CONFIG, tp), 3000, 256, 4)
+    assert capsys.readouterr().err == "kernels tuned in 0 s: _topk_index_kernel 64 blocks of 2 warps\n"
     scores, starts, contexts, *rest = seen["prefill"]
     assert scores.shape == (heads, 256, 32) and scores.dtype == torch.float32, "24 blocks in sixteens"
     assert starts.tolist() == [0, 256] and contexts.tolist() == [2744] and rest == [256, 16, 0, 1]

@@ -20,6 +20,7 @@ SETTINGS: Mapping[str, str | int] = {
     "triton_tuned_at_tokens": TUNING_TOKENS,
 }
 _MARK = "_sparsight_heads_first"
+_TUNED = ("_topk_index_kernel", "_topk_index_partial_kernel")
 _DEVICE = "cuda"
 _BREAKABLE = "VLLM_USE_BREAKABLE_CUDAGRAPH"
 # Holds the attention of the dense layers; vLLM marks what its graphs leave out as the module is imported.
@@ -145,7 +146,18 @@ def tune(config: Mapping[str, Any], longest: int, batched_tokens: int, sequences
     index_topk.minimax_m3_index_decode(query, cache, table, lengths, keys, *picks, heads, 1, 1)
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
-    print(f"kernels tuned in {time.monotonic() - started:.0f} s", file=sys.stderr)
+    chosen = ", ".join(f"{name} {tile}" for name in _TUNED if (tile := _tile(getattr(index_topk, name, None))))
+    print(f"kernels tuned in {time.monotonic() - started:.0f} s{f': {chosen}' if chosen else ''}", file=sys.stderr)
+
+
+def _tile(kernel: Any) -> str:
+    """Blocks that a tuned Triton kernel sorts at a time, and its warps; empty for one that was not tuned."""
+    while kernel is not None and not hasattr(kernel, "best_config"):
+        kernel = getattr(kernel, "fn", None)  # behind heuristics
+    if kernel is None:
+        return ""
+    best = kernel.best_config
+    return f"{best.kwargs.get('BLOCK_SIZE_K')} blocks of {best.num_warps} warps"
 
 
 def _integers(*values: int) -> Any:

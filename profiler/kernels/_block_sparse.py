@@ -1,0 +1,108 @@
+"""How vLLM's Triton kernels for block-sparse attention divide their work, from models/minimax_m3/common/ops.
+
+A tile of scores is 64 queries of one index head against all blocks of keys in their sight, one after the other; keys
+are not split. A tile of attention is one query of one key-value head against its picks. Tiles beyond two for each
+multiprocessor wait for the first that is free (measured on an H200: 128 and 256 tiles of scores behind 524,288 keys
+take 6.7 and 6.3 ms, 512 tiles 13.1 ms). So short chunks behind long contexts cost as much as long ones.
+
+The top-k of decodes splits a row of blocks into as many parts as fill the card, a power of two that falls as requests
+come; each part is sorted 64 blocks at a time.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Final
+
+from profiler.core.grid_work import first_free
+
+# _index_block_score_kernel: BLOCK_SIZE_Q queries, pages of BLOCK_SIZE_K keys.
+SCORE_QUERIES: Final = 64
+# Tiles that one multiprocessor runs at a time, and what a tile costs beyond its blocks, in blocks: measured on an H200.
+RESIDENT: Final = 2
+_TILE: Final = 2.0
+# minimax_m3_index_decode: TOPK_TARGET_GRID and MAX_NUM_TOPK_CHUNKS.
+_TOPK_GRID: Final = 64
+_MOST_PARTS: Final = 16
+# What a part sorts at a time: of those that the kernel tunes itself over, the one it chose at 32,768 tokens (H200).
+_SORTED_BLOCKS: Final = 64
+# Behind so many sorts one more is taken to come gradually.
+_NEAR: Final = 4
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreWork:
+    """Scores of a chunk, in blocks of keys one after the other. heads: index heads of one rank."""
+
+    sm_count: int
+    heads: int
+    block_tokens: int
+
+    def prefill(self, chunk: float, context: float) -> float:
+        tiles = math.ceil(chunk / SCORE_QUERIES)
+        if tiles * self.heads <= RESIDENT * self.sm_count:
+            return (context + chunk) / self.block_tokens + _TILE
+        return _in_order(tiles, self.heads, chunk, context, self.block_tokens, RESIDENT * self.sm_count)
+
+    def bends(self, chunk: int, last_context: float) -> Iterator[float]:
+        yield from ()
+
+    def straight_until(self, chunk: int) -> float:
+        return math.inf
+
+
+@lru_cache(maxsize=4096)
+def _in_order(tiles: int, heads: int, chunk: float, context: float, block: int, slots: int) -> float:
+    """When the last tile ends: head by head, from the first queries, which see least, to the last. Two tiles of one
+    block of queries are taken as equally long."""
+    pair = max(1, block // SCORE_QUERIES)
+    groups = []
+    for first in range(0, tiles, pair):
+        last = min(tiles, first + pair)
+        groups.append((last - first, (context + min(chunk, last * SCORE_QUERIES)) / block + _TILE))
+    return first_free(groups * heads, slots)
+
+
+@dataclass(frozen=True, slots=True)
+class TopkWork:
+    """Selection, in sorts: of a chunk those of all its queries, which fill the card; of decodes those of one part of a
+    row, which run one after the other. heads: index heads of one rank."""
+
+    heads: int
+    block_tokens: int
+
+    def prefill(self, chunk: float, context: float) -> float:
+        return _sorts_up_to(context + chunk, self._sorted) - _sorts_up_to(context, self._sorted)
+
+    def decode(self, requests: float, keys: float) -> float:
+        blocks = math.ceil(math.ceil(keys / self.block_tokens) / self._parts(requests))
+        return math.ceil(blocks / _SORTED_BLOCKS)
+
+    @property
+    def _sorted(self) -> int:
+        return _SORTED_BLOCKS * self.block_tokens
+
+    def _parts(self, requests: float) -> int:
+        most = max(1, min(_MOST_PARTS, int(_TOPK_GRID // max(1.0, requests * self.heads))))
+        return 1 << (most.bit_length() - 1)
+
+    def bends(self, chunk: int, last_context: float) -> Iterator[float]:
+        """From the context with which a chunk's last query needs another sort to that with which all do."""
+        for end in range(self._sorted, _NEAR * self._sorted + 1, self._sorted):
+            yield from (max(0, end - chunk), end)
+
+    def straight_until(self, chunk: int) -> float:
+        return math.inf
+
+    def decode_bends(self, requests: int, last_keys: float) -> Iterator[float]:
+        """The last number of keys of each sort, and the first of the next."""
+        step = self._sorted * self._parts(requests)
+        for end in range(step, _NEAR * step + 1, step):
+            yield from (end, end + 1)
+
+
+def _sorts_up_to(keys: float, step: int) -> float:
+    """Sorts of queries that see 1, 2, ... keys, added."""
+    whole = keys // step
+    return step * whole * (whole + 1) / 2 + (keys - whole * step) * (whole + 1)
