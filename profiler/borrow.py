@@ -34,14 +34,16 @@ class Sources:
 
 @dataclass(frozen=True, slots=True)
 class Lender:
-    """A bundle of another KV layout, and the categories of its tables at tp 1 that serve this one too."""
+    """A bundle of another KV layout, and the categories of its tables at one degree that serve this one too."""
 
     bundle: Bundle
     categories: tuple[Category, ...]
+    tp: int = TP
 
 
-def read_sources(paths: Sequence[Path], model: str, hardware: str, sha256: str) -> Sources:
-    """Sources that have expert cells of this model, configuration and card. Raises ConfigError for others."""
+def read_sources(paths: Sequence[Path], model: str, hardware: str, sha256: str, tp: int = TP) -> Sources:
+    """Sources that have expert cells of this model, configuration and card: at tp 1 whole experts, above it those
+    divided over the ranks. Raises ConfigError for others."""
     runs: list[tuple[Path, Run]] = []
     bundles: list[Bundle] = []
     for path in paths:
@@ -49,8 +51,8 @@ def read_sources(paths: Sequence[Path], model: str, hardware: str, sha256: str) 
             bundle = read_bundle(path)
             facts = {key: bundle.meta.get(key) for key in ("model", "hardware", "model_config_sha256")}
             _refuse(path, facts, {"model": model, "hardware": hardware, "model_config_sha256": sha256})
-            if (TP, CATEGORY) not in bundle.tables:
-                raise ConfigError(f"{path}: has no table tp{TP}/{CATEGORY}")
+            if (tp, CATEGORY) not in bundle.tables:
+                raise ConfigError(f"{path}: has no table tp{tp}/{CATEGORY}")
             bundles.append(bundle)
             continue
         found = [run for run in read_runs([path]) if run.tp == TP and any(shot.moe for shot in run.shots)]
@@ -120,21 +122,21 @@ def read_lender(path: Path, spec: ModelSpec, tps: Sequence[int], hardware: str, 
 
 
 def lent_tables(lender: Lender, meta: Mapping[str, Any]) -> Shared:
-    """The lender's tables at tp 1 for a bundle of that meta. Raises ConfigError when they were measured otherwise."""
-    source, found = lender.bundle, Shared({}, {})
+    """The lender's tables for a bundle of that meta. Raises ConfigError when they were measured otherwise."""
+    source, tp, found = lender.bundle, lender.tp, Shared({}, {})
     keys = ("weights", "protocol")
     there, here = ({key: one[key] for key in keys} | _engine(one) for one in (source.meta, meta))
     if lender.categories != (CATEGORY,):
         there["index_keys"], here["index_keys"] = (_index_bytes(one) for one in (source.meta, meta))
     _refuse(source.path, there, here)
     for category in lender.categories:
-        name = f"tp{TP}/{category}"
+        name = f"tp{tp}/{category}"
         entry = source.meta["grid"].get(name, {})
         file = source.meta["files"].get(f"{name}.csv", {})
         origin = {"kv_layout": source.meta["kv"]["layout"], "measured_at": file.get("measured_at")}
         if "from" in entry:
             origin["from"] = entry["from"]
-        found.tables[TP, category] = source.tables[TP, category]
+        found.tables[tp, category] = source.tables[tp, category]
         found.grid[name] = {**entry, "from": origin}
         for run in (entry.get("run"), *(passes["run"] for passes in entry.get("whole_passes", ()))):
             if run in source.meta["grid"]:
@@ -142,21 +144,21 @@ def lent_tables(lender: Lender, meta: Mapping[str, Any]) -> Shared:
     return found
 
 
-def take_experts(root: Path, bundle: Bundle, path: Path) -> Path:
-    """Replaces a bundle's table of experts by that of the bundle at `path`, of another KV layout; returns its folder.
+def take_experts(root: Path, bundle: Bundle, path: Path, tp: int = TP) -> Path:
+    """Gives a bundle the table of experts of the bundle at `path`, of another KV layout; returns its folder.
 
     Time and command in `files` are those of the table taken. Raises ConfigError when it was measured otherwise.
     """
     meta = bundle.meta
-    sources = read_sources([path], meta["model"], meta["hardware"], meta["model_config_sha256"])
+    sources = read_sources([path], meta["model"], meta["hardware"], meta["model_config_sha256"], tp)
     if not sources.bundles or sources.bundles[0].meta["variant"] == meta["variant"]:
         raise ConfigError(f"{path}: a bundle of another KV layout than {bundle.path} is needed")
     source = sources.bundles[0]
-    lent = lent_tables(Lender(source, (CATEGORY,)), meta)
-    entry = source.meta["files"][table_path(TP, CATEGORY)]
+    lent = lent_tables(Lender(source, (CATEGORY,), tp), meta)
+    entry = source.meta["files"][table_path(tp, CATEGORY)]
     stamp = {key: entry[key] for key in ("measured_at", "command") if key in entry}
     grid = {**meta["grid"], **lent.grid}
-    return write_bundle(root, {**meta, "grid": grid}, lent.tables, force=True, stamps={(TP, CATEGORY): stamp})
+    return write_bundle(root, {**meta, "grid": grid}, lent.tables, force=True, stamps={(tp, CATEGORY): stamp})
 
 
 def _index_bytes(meta: Mapping[str, Any]) -> list[Any]:

@@ -25,13 +25,8 @@ def recorded_settings(
     Raises CoverageError when there is no such bundle or table, ConfigError when the bundle is not one of ours or does
     not say how the table was measured.
     """
-    name = load_model(model, model_root).name
-    path = find_bundle(root, hardware_name(hardware), name, variant)
-    bundle = read_bundle(path)
-    if "engine" not in bundle.meta or bundle.meta["provenance"] != "measured":
-        raise ConfigError(
-            f"{path}: its provenance is {bundle.meta['provenance']!r}; only measured tables are refreshed"
-        )
+    bundle = measured_bundle(root, model, hardware, variant, model_root)
+    path = bundle.path
     table = f"tp{tp}/{category}"
     if f"{table}.csv" not in bundle.meta["files"]:
         there = ", ".join(file.removesuffix(".csv") for file in bundle.meta["files"])
@@ -55,6 +50,20 @@ def recorded_settings(
         "warmup": protocol["warmup"],
         "repeats": protocol["repeats"],
     }, bundle
+
+
+def measured_bundle(
+    root: Path, model: str, hardware: str, variant: str | None, model_root: Path | None = None
+) -> Bundle:
+    """The bundle whose tables are refreshed. Raises CoverageError when there is none, ConfigError for one that was not
+    measured by us."""
+    path = find_bundle(root, hardware_name(hardware), load_model(model, model_root).name, variant)
+    bundle = read_bundle(path)
+    if "engine" not in bundle.meta or bundle.meta["provenance"] != "measured":
+        raise ConfigError(
+            f"{path}: its provenance is {bundle.meta['provenance']!r}; only measured tables are refreshed"
+        )
+    return bundle
 
 
 def check_same(bundle: Bundle, runs: Sequence[Run], target: Target) -> None:

@@ -60,7 +60,10 @@ def choose_categories(
         if name not in present:
             raise ConfigError(f"{spec.name} runs no kernels of category {name!r}; it has {', '.join(present)}")
         if name == "moe" and tp != 1:
-            raise ConfigError(f"category 'moe' is measured with whole experts, at --tp 1 only, not at {tp}")
+            raise ConfigError(
+                f"category 'moe' is measured with whole experts, at --tp 1 only, not at {tp}; experts divided over "
+                f"{tp} ranks come with the passes of --categories dense"
+            )
     return tuple(cast(Category, c) for c in modules if c in asked)
 
 
@@ -167,19 +170,25 @@ def work_of(spec: ModelSpec, category: Category, name: str, key: Key, weights: s
     return category_modules()[category].work(spec, name, numbers, weights) if len(numbers) == len(key) else None
 
 
-def rank_spec(spec: ModelSpec, tp: int) -> ModelSpec:
-    """The model with the widths of one of tp ranks, experts whole and the shared ones as a single expert.
+def rank_spec(spec: ModelSpec, tp: int, divided_experts: bool = False) -> ModelSpec:
+    """The model with the widths of one of tp ranks, the shared experts as a single one.
 
+    Routed experts are whole, as expert parallelism has them, or divided in width over the ranks, as without it.
     Raises ConfigError naming what tp does not divide (profiler.core.shard.geometry).
     """
-    widths = geometry(spec, Parallel(tp=tp, ep=tp if spec.moe else 1))
+    widths = geometry(spec, Parallel(tp=tp, ep=tp if spec.moe and not divided_experts else 1))
     gqa, indexer, moe = spec.gqa, spec.indexer, spec.moe
     if gqa is not None:
         gqa = replace(gqa, num_kv_heads=widths.kv_heads)
     if indexer is not None:
         indexer = replace(indexer, num_heads=widths.index_heads)
     if moe is not None:
-        moe = replace(moe, num_shared_experts=1, shared_intermediate=widths.shared_intermediate)
+        moe = replace(
+            moe,
+            num_shared_experts=1,
+            shared_intermediate=widths.shared_intermediate,
+            intermediate=widths.moe_intermediate,
+        )
     return replace(
         spec,
         num_heads=widths.heads,

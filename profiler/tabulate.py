@@ -98,8 +98,11 @@ def tabulate(runs: Sequence[Run], spec: ModelSpec, binding: Binding, categories:
     if "dense" in wanted:
         bound = replace(bound, rows=(*bound.rows, *dense_of_passes(measured, spec, info, binding)))
     passes = ExpertPasses()
-    if EXPERTS in wanted:
+    if EXPERTS in wanted or (runs[-1].tp > 1 and "dense" in wanted):
         passes = experts_of_passes(measured, spec, info, binding)
+    if passes.rows and EXPERTS not in wanted:
+        # Above tp 1 the stack has experts divided over the ranks, and only its passes run them.
+        wanted.append(EXPERTS)
     # Equal parts of one kernel's time say nothing of the work of each.
     shared = binding.FUSED.keys() | set(binding.FUSED.values())
     whole = [row for row in bound.rows if row.name not in shared]
@@ -258,7 +261,7 @@ def _too_fast(rows: Iterable[Row], spec: ModelSpec, run: Run, info: EngineInfo) 
     """Cells below the time that the card's peak arithmetic and bandwidth need: their work was not all counted."""
     if run.hardware == CPU:
         return {}
-    hardware, sizes = load_hardware(run.hardware), rank_spec(spec, run.tp)
+    hardware, sizes = load_hardware(run.hardware), rank_spec(spec, run.tp, divided_experts=True)
     found: dict[Category, list[str]] = defaultdict(list)
     for row in rows:
         least = least_us(sizes, row, info.weights, hardware)

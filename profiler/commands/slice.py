@@ -31,7 +31,8 @@ from profiler.commands._options import (
 @click.option(
     "--moe-from",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
-    help="Take the table of experts from this bundle of another KV layout, instead of measuring it.",
+    help="Take the table of experts from this bundle of another KV layout, instead of measuring it; above tp 1 that of "
+    "divided experts.",
 )
 def command(model: str, tp: int, category: str, variant: str | None, dry_run: bool, **options: Any) -> None:
     """Measure one table of an existing bundle of MODEL anew, and leave all others as they are.
@@ -46,18 +47,19 @@ def command(model: str, tp: int, category: str, variant: str | None, dry_run: bo
     if options["from_samples"] and options["save_samples"]:
         raise ConfigError("--from-samples reads samples and --save-samples measures them: give one of the two")
     out_root: Path = options["out_root"] or default_bundle_root()
+    if options["moe_from"]:
+        if category != borrow.CATEGORY or options["from_samples"] or options["save_samples"]:
+            raise ConfigError("--moe-from goes with --category moe and without samples")
+        bundle = refresh.measured_bundle(out_root, model, options["hardware"], variant, options["model_config_root"])
+        click.echo(f"{options['moe_from']}: gives tp{tp}/{category}.csv")
+        if not dry_run:
+            click.echo(f"{borrow.take_experts(out_root, bundle, options['moe_from'], tp)}")
+        return
     given = {name for name in options if _given(name)}
     settings, bundle = refresh.recorded_settings(
         out_root, model, options["hardware"], variant, tp, category, options["model_config_root"]
     )
     merged = options | {name: value for name, value in settings.items() if name not in given}
-    if options["moe_from"]:
-        if (tp, category) != (borrow.TP, borrow.CATEGORY) or options["from_samples"] or options["save_samples"]:
-            raise ConfigError("--moe-from goes with --tp 1 --category moe and without samples")
-        click.echo(f"{options['moe_from']}: gives tp{tp}/{category}.csv")
-        if not dry_run:
-            click.echo(f"{borrow.take_experts(out_root, bundle, options['moe_from'])}")
-        return
     job = job_of(model, merged | {"tp": (tp,), "categories": (category,)})
     target = acquire.prepare(job, options["model_config_root"])
     if dry_run:

@@ -72,7 +72,7 @@ class Bounds:
         return keys
 
     def _parts(self, one: Component, key: tuple[float, ...]) -> tuple[Part, ...]:
-        rank = rank_spec(self.spec, self.parallel.tp)
+        rank = rank_spec(self.spec, self.parallel.tp, divided_experts=self.parallel.ep == 1)
         whole = tuple(int(value) if float(value).is_integer() else round(value) for value in key)
         return parts_of_row(rank, one.category, one.name, whole, str(self.meta["weights"]))
 

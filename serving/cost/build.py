@@ -276,7 +276,8 @@ class _Builder:
         if tp > 1 and (tp, "moe") not in self.bundle.tables:
             raise CoverageError(
                 f"{self.bundle.path}: no table tp{tp}/moe: experts divided over {tp} ranks, as ep 1 has them, are not "
-                f"measured. ep {tp * self.parallel.dp} spreads whole experts over the ranks"
+                f"measured (python -m profiler profile at --tp {tp} does, with an engine that runs whole passes). "
+                f"ep {tp * self.parallel.dp} spreads whole experts over the ranks"
             )
         any_slice = self.bundle.meta.get("moe_slices") == "any"
         measured_ep = 1 if any_slice else ep

@@ -228,7 +228,7 @@ def test_only_experts_of_another_layout_measured_alike_are_taken(call: Any, tmp_
     result = call(*moe, "--moe-from", str(own), one_table=True)
     assert "another KV layout" in str(result.exception)
     result = call("--tp", "1", "--category", "dense", "--moe-from", str(own), one_table=True)
-    assert "goes with --tp 1 --category moe" in str(result.exception)
+    assert "goes with --category moe" in str(result.exception)
     assert call(kv=LAYOUTS["fp8_ds_mla"], versions={"torch": "1"}).exit_code == 0
     packed = own.with_name("bf16-kvfp8_ds_mla")
     text = (own / "meta.yaml").read_text()
@@ -274,3 +274,39 @@ def test_both_sides_of_every_change_of_tiles_are_passes_of_the_full_grid() -> No
     axes = GRIDS["full"]
     assert {tokens for tokens in axes.moe_tokens if tokens <= 16_384} <= set(axes.tokens)
     assert {8, 9, 16, 17, 64, 65, 96, 97, 128, 129, 512, 513} <= set(axes.tokens)
+
+
+def test_divided_experts_come_with_the_passes_of_a_higher_degree(call: Any, tmp_path: Path) -> None:
+    """Above tp 1 the stack has experts of a rank's width, no shots of them, and one table of ep 1 from its passes."""
+    assert call("--tp", "1,2", "--ep", "1,2").exit_code == 0
+    own = bundle(tmp_path)
+    table = own.tables[2, "moe"]
+    assert set(table.columns["ep"]) == {1}
+    found = rows(table, 1)
+    assert {1, 4, 16, 64, 128} <= {tokens for tokens, _ in found}
+    for (tokens, experts), (pairs, time) in found.items():
+        assert (experts, pairs, time) == (expected(tokens), TOPK * tokens, 1_000.0 + tokens), tokens
+    entry = own.meta["grid"]["tp2/moe"]
+    assert entry["run"] in own.meta["grid"] and entry["whole_passes"][0]["ep"] == 1
+
+
+def test_a_degree_without_dense_passes_has_no_divided_experts(call: Any, tmp_path: Path) -> None:
+    assert call("--tp", "1,2", "--categories", "attention,indexer,sparse_attention").exit_code == 0
+    assert {tp for tp, category in bundle(tmp_path).tables if category == "moe"} == set()
+
+
+def test_divided_experts_of_another_layouts_bundle_are_added(call: Any, tmp_path: Path) -> None:
+    assert call("--tp", "1,2", in_pass=None).exit_code == 0
+    before = bundle(tmp_path)
+    assert (2, "moe") not in before.tables
+    packed = before.path.with_name("bf16-kvfp8_ds_mla")
+    assert call("--tp", "1,2", kv=LAYOUTS["fp8_ds_mla"]).exit_code == 0
+    slice_of = ("--variant", "bf16", "--category", "moe", "--moe-from", str(packed))
+    result = call("--tp", "2", *slice_of, one_table=True)
+    assert result.exit_code == 0, (result.output, result.exception)
+    after, source = bundle(tmp_path), read_bundle(packed)
+    assert table_text(after.tables[2, "moe"]) == table_text(source.tables[2, "moe"])
+    assert after.tables.keys() == before.tables.keys() | {(2, "moe")}
+    assert after.meta["grid"]["tp2/moe"]["from"]["kv_layout"] == "fp8_ds_mla"
+    result = call("--tp", "4", *slice_of, one_table=True)
+    assert "has no table tp4/moe" in str(result.exception)
