@@ -20,8 +20,8 @@ GRAPHS = {
     "graphs-long": (6.5, 7.0, 3.0, 3.5),
     "single-stream-mixed": (6.0, 8.0, 3.0, 2.0),
 }
-# Steps with prefills in graphs of parts of layers as far as these reach: as vLLM runs by default, and the kernels of the
-# tables as they are written, whose launch is not spread over the layers as evenly as it is priced.
+# Steps with prefills in graphs of parts of layers as far as these reach: as vLLM runs by default, and of the kernels of
+# the tables, whose launch takes time ahead of the layers that is priced with them.
 BY_PARTS = {
     "engine-chat": (5.5, 4.5, 3.0, 2.0),
     "engine-mixed": (6.5, 7.5, 3.0, 2.0),
