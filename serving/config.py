@@ -59,6 +59,7 @@ class EngineSettings:
     step_overhead_us: device time per step that the tables do not contain; None is the value of the GPU's file.
     dp_sync_interval: steps between two agreements of a data-parallel group on whether any of its engines has work.
     shared_stream: shared experts of small steps run on a stream of their own, beside the routed ones.
+    sparse_mla_force_mqa: every prompt of DSA on the sparse path, short ones too.
     speculation: drafts of the model's own multi-token prediction, None without. offload: KV blocks in host memory.
     """
 
@@ -86,6 +87,7 @@ class EngineSettings:
     offload: KvOffload | None = None
     host: Host | None = None
     shared_stream: bool = True
+    sparse_mla_force_mqa: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,6 +225,7 @@ class EngineFile(Strict):
     host_overhead_us: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     host_file: str | None = None
     shared_experts_stream: bool = True
+    sparse_mla_force_mqa: bool = False
     all2all_backend: str = DEFAULT
     dp_sync_interval: Count = 16
     step_overhead_us: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
@@ -364,6 +367,7 @@ def _settings(path: Path, engine: EngineFile) -> EngineSettings:
         speculation=speculation,
         offload=KvOffload(**engine.kv_offload.model_dump()) if engine.kv_offload else None,
         shared_stream=engine.shared_experts_stream,
+        sparse_mla_force_mqa=engine.sparse_mla_force_mqa,
         host=load_host(path.parent / engine.host_file) if engine.host_file else None,
     )
 

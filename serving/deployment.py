@@ -163,6 +163,7 @@ def deploy(
         routing=routed_load(spec, group, instance.routing, limits.max_num_batched_tokens * group.dp),
         all2all_backend=instance.engine.all2all_backend,
         allow_extrapolation=allow_extrapolation,
+        dense_prefill=not instance.engine.sparse_mla_force_mqa,
     )
     stream = shared_stream(instance, spec, own, str(bundle.meta["engine"].get("name")))
     beside = {} if stream is None else {"more_by_tokens": stream}

@@ -92,6 +92,7 @@ def build_cost(
     stage: Stage | None = None,
     decode_query_tokens: int = 1,
     dummy_tokens: int = 1,
+    dense_prefill: bool = True,
     more_by_tokens: Callable[[int], list[Line]] | None = None,
 ) -> TableCost:
     """The StepCost of one group of `parallel.dp` engines, or of one of its pipeline stages.
@@ -105,7 +106,8 @@ def build_cost(
     per step that the tables do not contain; step_source says where it is from.
     routing: what the busiest expert-parallel rank gets, None for an even load. all2all_backend: see serving.backends.
     decode_query_tokens: query tokens of every decode request; tables need rows of that many. dummy_tokens: of a rank
-    without work. more_by_tokens: further lines by the tokens of a rank.
+    without work. dense_prefill: as the engine of the tables does where it attends short prompts densely; without, every
+    prefill runs on the sparse path. more_by_tokens: further lines by the tokens of a rank.
 
     Raises ContractError when the bundle is not meant for serving or its KV layout or cap disagrees, CoverageError when
     a table or kernel is missing, ConfigError for a split that is not priced.
@@ -118,8 +120,8 @@ def build_cost(
     _check_split(spec, parallel)
     build = _Builder(bundle, spec, parallel, allow_extrapolation, decode_query_tokens)
     counts = stage.counts(bundle)
-    if bundle.meta.get("dense_prefill") == "never":
-        # The engine's module runs every prefill on the sparse path, so no table has another.
+    if bundle.meta.get("dense_prefill") == "never" or not dense_prefill:
+        # Every prefill on the sparse path: of a bundle that says so no table has another.
         counts = {one: count for one, count in counts.items() if one.when != "prefill_dense"}
     if collectives is None and parallel.gpus > 1:
         collectives = _own_collectives(hardware, bundle)

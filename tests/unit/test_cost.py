@@ -161,6 +161,14 @@ def test_one_long_prefill_takes_the_whole_step_to_the_sparse_kernel(bundle: Bund
     assert "sparse_mla" not in names and "mla_dense_prefill" in names
 
 
+def test_an_engine_told_to_stay_on_the_sparse_path_does(bundle: Bundle) -> None:
+    shape = step([(500, 0), (500, 1548)])
+    model = cost(bundle, dense_prefill=False)
+    names = [entry.component for entry in model.explain([shape] + [None] * 7)]
+    assert {"sparse_mla", "index_scores", "index_topk"} <= set(names) and "mla_dense_prefill" not in names
+    assert us_of(model, shape) > us_of(cost(bundle), shape) > 0
+
+
 def test_cards_without_the_dense_kernel_always_select(bundle: Bundle) -> None:
     model = cost(bundle, hardware=load_hardware("RTXPRO6000"))
     names = [entry.component for entry in model.explain([step([(500, 0)])] + [None] * 7)]
