@@ -34,13 +34,14 @@ from profiler.core.batch_text import Batch, parse_batch
 from profiler.core.bundle import Table
 from profiler.core.errors import CoverageError
 from profiler.core.grid import Grid, Outside, batch_rows, fixed_us
+from profiler.core.launch import JointLaunch, Tiles
 from profiler.core.skew_fit import SkewFit
 from profiler.core.types import Category, ModelSpec
 from profiler.core.unequal import Beside, Skew, Together, beyond_fixed_us, make_skew
 from profiler.kernels._beside import beside_of
 from profiler.kernels._components import ATTENTION_LIKE, categories_of
 from profiler.kernels._placement import Ran, decode_lookup, prefill_lookup, steps_of
-from profiler.kernels._unequal import request_steps, together_of
+from profiler.kernels._unequal import launch_of, request_steps, tiles_of, together_of
 from profiler.timing import percentile
 
 _DIGITS: Final = 4
@@ -63,7 +64,7 @@ class Kernel:
     """The tables that a kernel's batches are compared with; None where it has no such cells. cap_tokens 0 is no cap.
     fixed_us: of a launch with prefills (profiler.core.grid.fixed_us). together: None where its work is not known.
     longest_at: the smallest measured batch of each of its ways of working. beside: None where prefills beside decodes
-    run as alone."""
+    run as alone. tiles, launch: None where the tiles of several requests are not known."""
 
     prefill: Grid | None
     decode: Grid | None
@@ -72,6 +73,8 @@ class Kernel:
     together: Together | None = None
     longest_at: tuple[int, ...] = ()
     beside: Beside | None = None
+    tiles: Tiles | None = None
+    launch: JointLaunch | None = None
 
     def keys(self, batch: Batch) -> list[int]:
         return [min(keys, self.cap_tokens) if self.cap_tokens else keys for keys in batch.decode_keys]
@@ -127,15 +130,17 @@ def _kernel(tables: Mapping[Category, Table], spec: ModelSpec, name: str, ran: R
     prefills, decodes = any(row.chunk for row in rows), any(row.requests for row in rows)
     prefill = prefill_lookup(rows, name, spec, ran, outside) if prefills else None
     decode = decode_lookup(rows, name, ran, outside) if decodes else None
-    steps = steps_of(spec, name)
+    fixed = fixed_us(prefill, steps_of(spec, name)) if prefill else 0.0
     return Kernel(
         prefill,
         decode,
         cap,
-        fixed_us=fixed_us(prefill, steps) if prefill else 0.0,
+        fixed_us=fixed,
         together=together_of(name, spec, ran),
         longest_at=_smallest(decode.xs, request_steps(name, ran)) if decode else (),
         beside=beside_of(rows, name, spec, ran, outside, together=True) if prefill and decode else None,
+        tiles=tiles_of(name, spec, ran),
+        launch=launch_of(name, ran, prefill, fixed) if prefill and decode else None,
     )
 
 
@@ -168,7 +173,7 @@ def _decode_report(
     for form, longest_at in (("mean_max", ()), ("longest", kernel.longest_at)):
         found[form] = _alphas(name, kernel, batches, longest_at)
         forms[form] = _decode_form(kernel, found[form], longest_at)
-    chosen = _better(batches, forms, "mean_max", "longest")
+    chosen = _best(batches, forms, ("mean_max", "longest"))
     judged = _judge(
         held_out, {"mean": lambda one: _mean(kernel, one.batch), **forms, "each": lambda one: _each(kernel, one.batch)}
     )
@@ -190,9 +195,10 @@ def _decode_us(kernel: Kernel, skew: Skew | None, batch: Batch) -> float:
     return skew.decode_us(kernel.decode, requests, mean, max(keys)) if skew else kernel.at(requests, mean)
 
 
-def _better(batches: Sequence[Measured], forms: Mapping[str, Form], first: str, second: str) -> str:
-    """Of two forms the one whose squared relative errors are smaller over the batches that both can price."""
-    squares = {first: 0.0, second: 0.0}
+def _best(batches: Sequence[Measured], forms: Mapping[str, Form], names: Sequence[str]) -> str:
+    """The form whose squared relative errors are the smallest over the batches that all of them can price; of equal
+    ones the first."""
+    squares = dict.fromkeys(names, 0.0)
     for one in batches:
         try:
             errors = {form: forms[form](one) / one.time_us - 1 for form in squares}
@@ -200,7 +206,7 @@ def _better(batches: Sequence[Measured], forms: Mapping[str, Form], first: str, 
             continue
         for form, error in errors.items():
             squares[form] += error * error
-    return second if squares[second] < squares[first] else first
+    return min(names, key=squares.__getitem__)
 
 
 def _alphas(name: str, kernel: Kernel, batches: Sequence[Measured], longest_at: tuple[int, ...]) -> list[SkewFit]:
@@ -265,7 +271,14 @@ def _beside_us(kernel: Kernel, batch: Batch) -> float:
     return _mean(kernel, batch) + kernel.beside.us(batch.prefills)
 
 
-def _prefills_us(kernel: Kernel, batch: Batch, together: Together | None) -> float:
+def _launch_us(kernel: Kernel, batch: Batch) -> float:
+    assert kernel.launch is not None
+    keys, decodes = kernel.keys(batch), _mean(kernel, batch)
+    tiles = kernel.launch.us(decodes, len(keys), sum(keys) / len(keys), max(keys), batch.prefills)
+    return max(sum(_parts(kernel, batch)), tiles)
+
+
+def _prefills_us(kernel: Kernel, batch: Batch, together: Together | Tiles | None) -> float:
     assert kernel.prefill is not None
     return kernel.fixed_us + beyond_fixed_us(kernel.prefill, kernel.fixed_us, together, batch.prefills)
 
@@ -282,16 +295,21 @@ def _parts_report(kernel: Kernel, batches: Sequence[Measured]) -> dict[str, Any]
         "sum": lambda one: sum(_parts(kernel, one.batch)),
         "overlap": lambda one: _overlap(kernel, one.batch, beta),
     }
-    chosen = {}
     if batches[0].use == "prefills":
         forms["once"] = lambda one: _prefills_us(kernel, one.batch, None)
-        chosen = {"form": "once"}
         if kernel.together is not None:
             forms["together"] = lambda one: _prefills_us(kernel, one.batch, kernel.together)
-            chosen = {"form": _better(seen, forms, "once", "together")}
-    elif kernel.beside is not None:
-        forms["beside"] = lambda one: _beside_us(kernel, one.batch)
-        chosen = {"form": _better(seen, forms, "sum", "beside")}
+        if kernel.tiles is not None:
+            forms["tiles"] = lambda one: _prefills_us(kernel, one.batch, kernel.tiles)
+        priced = [form for form in forms if form not in ("sum", "overlap")]
+    else:
+        if kernel.beside is not None:
+            forms["beside"] = lambda one: _beside_us(kernel, one.batch)
+        if kernel.launch is not None:
+            forms["launch"] = lambda one: _launch_us(kernel, one.batch)
+        priced = [form for form in forms if form != "overlap"]
+    # Bundles name no form of prefills beside decodes that is the only one.
+    chosen = {"form": _best(seen, forms, priced)} if len(priced) > 1 or "once" in forms else {}
     return _judge(unseen, forms) | {"beta": round(beta, _DIGITS), "fitted_on": len(seen)} | chosen
 
 

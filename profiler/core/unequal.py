@@ -14,6 +14,7 @@ Several prefills in a step:
 
     once      added, the fixed part of the launch counted once
     together  as `once`, but a part costs no more than its share of a chunk as long as all parts
+    tiles     until the last tile of all parts ends, where it is known what tiles they have (profiler.core.launch)
 
 A short chunk alone leaves most of the card idle, and several of them fill it together. The share is that of the work in
 keys, and the middle of the longer chunk lies where that of the part does; where that would begin before the first
@@ -23,6 +24,7 @@ Prefills beside decode requests add to these:
 
     sum     what they take without them
     beside  what the kernel takes that runs them there, where another one runs short chunks alone
+    launch  as `sum`, but no less than until the last tile of both ends (profiler.core.launch)
 """
 
 from bisect import bisect_left, bisect_right
@@ -32,8 +34,7 @@ from typing import Any
 
 from profiler.core.grid import Grid
 from profiler.core.grid_work import Work
-
-Prefill = tuple[int, int]
+from profiler.core.launch import Prefill, Tiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,11 +134,15 @@ class Together:
         return min(own, max(0.0, grid.at(longer, start) - fixed_us) * share)
 
 
-def beyond_fixed_us(grid: Grid, fixed_us: float, together: Together | None, prefills: Sequence[Prefill]) -> float:
+def beyond_fixed_us(
+    grid: Grid, fixed_us: float, together: Together | Tiles | None, prefills: Sequence[Prefill]
+) -> float:
     """Prefills of one launch without its fixed part; the form is `once` where `together` is None."""
     if together is None:
         at = grid.at
         return sum(max(0.0, at(chunk, context) - fixed_us) for chunk, context in prefills)
+    if isinstance(together, Tiles):
+        return together.beyond_fixed_us(grid, fixed_us, prefills)
     tokens = sum(chunk for chunk, _ in prefills)
     return sum(together.share_us(grid, fixed_us, prefill, tokens) for prefill in prefills)
 

@@ -10,12 +10,13 @@ come; each part is sorted 64 blocks at a time.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
 
 from profiler.core.grid_work import first_free
+from profiler.core.launch import Launched, Prefill
 
 # _index_block_score_kernel: BLOCK_SIZE_Q queries, pages of BLOCK_SIZE_K keys.
 SCORE_QUERIES: Final = 64
@@ -45,6 +46,15 @@ class ScoreWork:
             return (context + chunk) / self.block_tokens + _TILE
         return _in_order(tiles, self.heads, chunk, context, self.block_tokens, RESIDENT * self.sm_count)
 
+    def launched(self, prefills: Sequence[Prefill]) -> Launched:
+        """Request by request, each head by head, as the grid of the launch numbers them."""
+        groups = []
+        for chunk, context in prefills:
+            groups += _tiles(math.ceil(chunk / SCORE_QUERIES), chunk, context, self.block_tokens) * self.heads
+        work = first_free(groups, RESIDENT * self.sm_count)
+        running = sum(count * length for count, length in groups) / work
+        return Launched(work, running / self.heads * SCORE_QUERIES)
+
     def bends(self, chunk: int, last_context: float) -> Iterator[float]:
         yield from ()
 
@@ -54,14 +64,19 @@ class ScoreWork:
 
 @lru_cache(maxsize=4096)
 def _in_order(tiles: int, heads: int, chunk: float, context: float, block: int, slots: int) -> float:
-    """When the last tile ends: head by head, from the first queries, which see least, to the last. Two tiles of one
-    block of queries are taken as equally long."""
+    """When the last tile ends: head by head, from the first queries, which see least, to the last."""
+    return first_free(_tiles(tiles, chunk, context, block) * heads, slots)
+
+
+def _tiles(tiles: int, chunk: float, context: float, block: int) -> list[tuple[int, float]]:
+    """(tiles of one head, their blocks), in the order of the queries. Two tiles of one block of queries are taken as
+    equally long."""
     pair = max(1, block // SCORE_QUERIES)
     groups = []
     for first in range(0, tiles, pair):
         last = min(tiles, first + pair)
         groups.append((last - first, (context + min(chunk, last * SCORE_QUERIES)) / block + _TILE))
-    return first_free(groups * heads, slots)
+    return groups
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,12 +11,13 @@ kernels here.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
 
 from profiler.core.grid_work import Work, first_free
+from profiler.core.launch import Decodes, Launched, Prefill
 
 # Tiles of the absorbed form (rows of 576, values of 512): rows x keys. Of the expanded one rows, and keys by the width
 # of a key: 128 of DeepSeek's 192, 80 of GLM-5's 256, whose values are 256 wide, so that a block is as much arithmetic.
@@ -203,14 +204,30 @@ def _to_context(rows: int, keys: int, heads: int, sm_count: int) -> tuple[float,
     return math.ceil(heads * rows * n / sm_count) * (math.ceil(keys / n) + _TILE), n if most > 1 else 0
 
 
+# (how many, new tokens of each, keys of each).
+_Request = tuple[int, float, float]
+
+
+def _requests(decodes: Decodes, prefills: Sequence[Prefill]) -> list[_Request]:
+    """In the order of a step of vLLM, which the kernel keeps: decodes first."""
+    return [
+        *((count, 1.0, keys) for count, keys in decodes),
+        *((1, float(chunk), float(context + chunk)) for chunk, context in prefills),
+    ]
+
+
 @dataclass(frozen=True, slots=True)
 class GroupedWork:
-    """Grouped-query attention of a chunk over a paged cache.
+    """Grouped-query attention of chunks and decodes over a paged cache.
 
     The heads of a group are packed into the rows of a tile, so that with 16 of them a tile has eight tokens. heads: of
     one rank; kv_heads: its groups. Measured on an H200 (64 heads, 4 groups, behind 524,288 keys): 128 tokens
     are 64 tiles in two parts each and take 3.1 ms, 129 are 68 tiles whose 136 parts no longer fit at once, 6.1 ms, and
     256 are 128 whole tiles, 5.8 ms.
+
+    One launch runs a whole step, its tiles in the order of the requests (vLLM has prepare_varlen_num_blocks not sort
+    them), and one bound on the parts holds for all: num_splits_heuristic takes the longest chunk for that of a request
+    of the longest keys. From 209 tokens on (64 heads, 4 groups) no decode of the step is split.
     """
 
     sm_count: int
@@ -218,20 +235,63 @@ class GroupedWork:
     kv_heads: int
 
     def prefill(self, chunk: float, context: float) -> float:
-        group = self.heads / self.kv_heads
-        rows, seen = math.ceil(chunk * group / _DENSE_ROWS), (context + chunk) / _DENSE_KEYS
-        most = most_splits(self.kv_heads * rows, math.ceil(seen), self.sm_count)
-        n = splits(math.ceil(seen), self.kv_heads * rows * math.ceil(seen), most, self.sm_count)
-        merged = _merge(chunk * self.heads, n, _DENSE_VALUES) if most > 1 else 0.0
-        return first_free(self._tiles(rows, chunk, context, n), self.sm_count) + merged
+        return self._run([(1, chunk, context + chunk)], 1.0)
 
-    def _tiles(self, rows: int, chunk: float, context: float, n: int) -> Iterator[tuple[int, float]]:
-        """(tiles of as many keys within one block, their blocks), longest first."""
-        tokens = _DENSE_ROWS * self.kv_heads / self.heads
-        alike = max(1, int(_DENSE_KEYS / tokens))
-        for last in range(rows, 0, -alike):
-            keys = context + min(chunk, last * tokens)
-            yield self.kv_heads * n * min(alike, last), keys / _DENSE_KEYS / n + _TILE
+    def launched(self, prefills: Sequence[Prefill]) -> Launched:
+        requests = _requests((), prefills)
+        parts = self._parts(requests)
+        tiles = list(self._tiles(requests, parts, 1.0))
+        work = first_free(tiles, self.sm_count)
+        running = sum(count * length for count, length in tiles) / work
+        return Launched(work + self._merged(requests, parts), running / self.kv_heads * self._tile_tokens)
+
+    def filled(self, decodes: Decodes, prefills: Sequence[Prefill]) -> float:
+        requests = _requests(decodes, prefills)
+        parts = self._parts(requests)
+        tiles = self.kv_heads * sum(count * n for (count, _), n in zip(decodes, parts, strict=False))
+        return min(1.0, tiles / self.sm_count)
+
+    def joint(self, decodes: Decodes, prefills: Sequence[Prefill], slower: float) -> float:
+        return self._run(_requests(decodes, prefills), slower)
+
+    def _run(self, requests: Sequence[_Request], slower: float) -> float:
+        """Blocks one after the other of a launch. slower: how many a block of a single query counts as."""
+        parts = self._parts(requests)
+        return first_free(self._tiles(requests, parts, slower), self.sm_count) + self._merged(requests, parts)
+
+    @property
+    def _tile_tokens(self) -> float:
+        return _DENSE_ROWS * self.kv_heads / self.heads
+
+    def _rows(self, new: float) -> int:
+        return math.ceil(new / self._tile_tokens)
+
+    def _most(self, requests: Sequence[_Request]) -> int:
+        """The most parts of any request: as if the longest chunk and the longest keys of the launch were of one."""
+        tiles = self.kv_heads * self._rows(max(new for _, new, _ in requests))
+        return most_splits(tiles, math.ceil(max(keys for _, _, keys in requests) / _DENSE_KEYS), self.sm_count)
+
+    def _parts(self, requests: Sequence[_Request]) -> list[int]:
+        """Into how many parts the keys of each request are split."""
+        most, blocks = self._most(requests), [math.ceil(keys / _DENSE_KEYS) for _, _, keys in requests]
+        every = (count * self._rows(new) * own for (count, new, _), own in zip(requests, blocks, strict=True))
+        total = self.kv_heads * sum(every)
+        return [splits(own, total, most, self.sm_count) for own in blocks]
+
+    def _tiles(self, requests: Sequence[_Request], parts: Sequence[int], slower: float) -> Iterator[tuple[int, float]]:
+        """(tiles of as many keys within one block, their blocks), request by request, of each the longest first."""
+        alike = max(1, int(_DENSE_KEYS / self._tile_tokens))
+        for (count, new, keys), n in zip(requests, parts, strict=True):
+            a_block = slower if new == 1 else 1.0
+            for last in range(self._rows(new), 0, -alike):
+                seen = keys - new + min(new, last * self._tile_tokens)
+                yield count * self.kv_heads * n * min(alike, last), a_block * seen / _DENSE_KEYS / n + _TILE
+
+    def _merged(self, requests: Sequence[_Request], parts: Sequence[int]) -> float:
+        if self._most(requests) == 1:
+            return 0.0
+        own = zip(requests, parts, strict=True)
+        return sum(_merge(count * new * self.heads, n, _DENSE_VALUES) for (count, new, _), n in own)
 
     def bends(self, chunk: int, last_context: float) -> Iterator[float]:
         yield from ()

@@ -3,10 +3,14 @@
 from dataclasses import replace
 from typing import Final
 
+from profiler.core.grid import Grid
 from profiler.core.grid_work import Work
+from profiler.core.launch import JointLaunch, Tiles, least_block_us
 from profiler.core.types import ModelSpec
 from profiler.core.unequal import Together
-from profiler.kernels._placement import Ran, prefill_work, steps_of
+from profiler.kernels._block_sparse import ScoreWork
+from profiler.kernels._flash_attention import GroupedWork
+from profiler.kernels._placement import Ran, prefill_straight, prefill_work, steps_of
 
 # vLLM's top-k of decode rows (csrc/topk.cu): up to 8 rows, up to 32 with more shared memory, each row by a group of
 # blocks; more rows by one block each.
@@ -27,6 +31,31 @@ def together_of(name: str, spec: ModelSpec, ran: Ran | None) -> Together | None:
         return None
     steps = sorted({*steps_of(spec, name), *((work.whole_below,) if work.whole_below else ())})
     return Together(work, tuple(steps), max(work.cap_keys or 0, work.select_beyond))
+
+
+def tiles_of(name: str, spec: ModelSpec, ran: Ran | None) -> Tiles | None:
+    """What the form `tiles` needs; None for a kernel whose tiles of several requests are not known."""
+    work = prefill_straight(name, ran)
+    if not isinstance(work, ScoreWork | GroupedWork):
+        return None
+    return Tiles(work, max(steps_of(spec, name), default=0))
+
+
+def sharing_of(form: str | None, name: str, spec: ModelSpec, ran: Ran | None) -> Together | Tiles | None:
+    """Several prefills in the form that a bundle chose; None for `once`."""
+    if form == "tiles":
+        return tiles_of(name, spec, ran)
+    return together_of(name, spec, ran) if form == "together" else None
+
+
+def launch_of(name: str, ran: Ran | None, prefill: Grid, fixed_us: float) -> JointLaunch | None:
+    """What the form `launch` needs; None for a kernel that runs decodes and prefills in launches of their own, or whose
+    tiles are not known. prefill: its chunks."""
+    work = prefill_straight(name, ran)
+    if not isinstance(work, GroupedWork):
+        return None
+    block_us = least_block_us(prefill, work)
+    return JointLaunch(work, block_us, fixed_us) if block_us else None
 
 
 def _straight(name: str, ran: Ran | None) -> Work | None:

@@ -20,7 +20,7 @@ from profiler.core.types import Category, Component, ModelSpec, Parallel
 from profiler.core.unequal import forms_of, make_skew
 from profiler.kernels._beside import beside_of
 from profiler.kernels._placement import decode_lookup, prefill_lookup, ran_of, steps_of
-from profiler.kernels._unequal import together_of
+from profiler.kernels._unequal import launch_of, sharing_of
 from serving.backends import DEFAULT, sends
 from serving.collectives import Collectives, from_hardware
 from serving.cost.communication import Communication, group_lines
@@ -246,9 +246,13 @@ class _Builder:
         steps, forms = steps_of(self.spec, one.name), forms_of(self.bundle.meta, tp, one.name)
         # Bundles without a choice of forms have no correction of kernels that read capped lengths.
         skewed = self.query_tokens == 1 and (forms.decode is not None or not self._cap_tokens(one))
-        shared, beside = forms.prefills == "together", None
-        if forms.joint == "beside" and prefill and decode and self.query_tokens == 1:
-            beside = beside_of(rows, one.name, self.spec, self.ran, outside, shared)
+        fixed = fixed_us(prefill, steps) if prefill else 0.0
+        beside = launch = None
+        if forms.joint and prefill and decode and self.query_tokens == 1:
+            if forms.joint == "beside":
+                beside = beside_of(rows, one.name, self.spec, self.ran, outside, forms.prefills == "together")
+            if forms.joint == "launch":
+                launch = launch_of(one.name, self.ran, prefill, fixed)
         return Kernel(
             name=one.name,
             count=count,
@@ -256,12 +260,13 @@ class _Builder:
             decode=decode,
             mixed=mixed_grid(rows, outside) if decode and prefill else None,
             skew=make_skew(self.bundle.skew.get((tp, one.name), ()), forms.longest_at) if skewed else None,
-            together=together_of(one.name, self.spec, self.ran) if shared else None,
-            fixed_us=fixed_us(prefill, steps) if prefill else 0.0,
+            together=sharing_of(forms.prefills, one.name, self.spec, self.ran),
+            fixed_us=fixed,
             cap_tokens=self._cap_tokens(one),
             prefill_when=_prefill_when(one),
             provenance=self.provenance,
             beside=beside,
+            launch=launch,
         )
 
     def _cap_tokens(self, one: Component) -> int:

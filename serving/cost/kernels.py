@@ -6,7 +6,8 @@ from typing import Literal
 
 from profiler.core.grid import Grid
 from profiler.core.grid_mixed import MixedGrid
-from profiler.core.unequal import Beside, Prefill, Skew, Together, beyond_fixed_us
+from profiler.core.launch import JointLaunch, Prefill, Tiles
+from profiler.core.unequal import Beside, Skew, Together, beyond_fixed_us
 from serving.core.shape import StepShape
 
 PrefillWhen = Literal["always", "dense", "sparse", "selection", "never"]
@@ -17,12 +18,13 @@ class Kernel:
     """One kernel with its own tables and `count` calls per step.
 
     A step launches the kernel once for all its prefills, so the fixed part counts once, and the rest adds up, each
-    request by itself or, with `together`, as its share of a longer chunk. Decode requests are priced at their number
-    and their mean keys. mixed: the kernel runs prefill and decode rows in one launch that was measured as such; then
-    the longest prefill is priced together with the decode rows. skew: correction for decode rows of unequal lengths
-    (profiler.core.unequal has both forms). fixed_us: see profiler.core.grid.fixed_us. cap_tokens: most keys that it
-    reads of each request, 0 for all. prefill_when: the steps in which it takes prefill rows. beside: what prefills add
-    to decodes where other kernels run them than alone; a single new token is then one more decode.
+    request by itself or, with `together`, as its share of a longer chunk or by the tiles of all. Decode requests are
+    priced at their number and their mean keys. mixed: the kernel runs prefill and decode rows in one launch that was
+    measured as such; then the longest prefill is priced together with the decode rows. skew: correction for decode rows
+    of unequal lengths (profiler.core.unequal has both forms). fixed_us: see profiler.core.grid.fixed_us. cap_tokens:
+    most keys that it reads of each request, 0 for all. prefill_when: the steps in which it takes prefill rows. beside:
+    what prefills add to decodes where other kernels run them than alone; a single new token is then one more decode.
+    launch: the least that decodes and prefills of one launch take.
     """
 
     name: str
@@ -31,12 +33,13 @@ class Kernel:
     decode: Grid | None
     mixed: MixedGrid | None
     skew: Skew | None
-    together: Together | None
+    together: Together | Tiles | None
     fixed_us: float
     cap_tokens: int
     prefill_when: PrefillWhen
     provenance: str
     beside: Beside | None = None
+    launch: JointLaunch | None = None
 
     def us(self, shape: StepShape, prefills: Sequence[Prefill]) -> float:
         """Microseconds of one call. `prefills` are the requests whose prefill rows this kernel runs."""
@@ -54,7 +57,11 @@ class Kernel:
         if not prefills:
             return self._decode(decodes, keys, longest)
         if self.mixed is None:
-            return self._decode(decodes, keys, longest) + self._prefills(prefills)
+            alone = self._decode(decodes, keys, longest)
+            added = alone + self._prefills(prefills)
+            if self.launch is None:
+                return added
+            return max(added, self.launch.us(alone, decodes, keys, longest, prefills))
         first = max(prefills, key=causal_work)
         rest = list(prefills)
         rest.remove(first)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from profiler.core.grid import Outside
-from profiler.core.unequal import Prefill
+from profiler.core.launch import Prefill
 from serving.core.shape import StepShape
 from serving.cost.graphs import padding
 from serving.cost.kernels import Kernel, PrefillWhen
