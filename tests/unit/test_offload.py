@@ -15,7 +15,8 @@ BLOCK_BYTES = 61 * 64 * 1284
 
 
 def cluster_file(folder, offload=None, role="both", parallel=None, **engine):
-    own = {"max_model_len": 4096, "max_num_batched_tokens": 2048, "max_num_seqs": 16, "num_gpu_blocks": 80} | engine
+    own = {"max_model_len": 4096, "max_num_batched_tokens": 2048, "max_num_seqs": 16, "num_gpu_blocks": 80}
+    own |= {"host_overhead_us": 0} | engine  # a slow thread would hide what loads cost
     if offload is not None:
         own["kv_offload"] = offload
     one = {"model": priced.MODEL, "hardware": "H200", "role": role, "engine": own}
