@@ -99,6 +99,35 @@ class JointLaunch:
         return self.fixed_us + self.block_us * self.work.joint(decodes, prefills, slower)
 
 
+class CapturedWork(Protocol):
+    """A kernel that divides its decode rows by the longest of the batch, or of what a graph was captured for."""
+
+    def captured_keys(self, requests: float, keys: float, longest: float) -> float:
+        """Keys of the batch in which a part of a row has as much to do as in a graph for `longest` keys."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """What an engine that captures whole decode steps does otherwise than tables, which are measured without graphs.
+
+    tokens: of the largest captured step. keys: the most of a request, which graphs are captured for. work: None for a
+    kernel that divides its decode rows alike either way.
+    """
+
+    tokens: int
+    keys: int
+    work: CapturedWork | None
+
+    def keys_of(self, grid: Grid, requests: int, keys: float) -> float:
+        """What a batch of decodes alone is looked up at, within the row of the table that has as many requests."""
+        if self.work is None or requests > self.tokens:
+            return keys
+        ends = [row[-1] for x, row in zip(grid.xs, grid.ys, strict=True) if x >= requests]
+        longest = min(self.keys, ends[0]) if ends else keys
+        return self.work.captured_keys(requests, keys, longest)
+
+
 def least_block_us(grid: Grid, work: PrefillWork) -> float:
     """Microseconds of a block: the least that any chunk's time grows by from its first context to its last, since what
     else a tile waits for, or a lower clock, only adds. 0 where no chunk tells."""

@@ -94,6 +94,12 @@ class TopkWork:
         blocks = math.ceil(math.ceil(keys / self.block_tokens) / self._parts(requests))
         return math.ceil(blocks / _SORTED_BLOCKS)
 
+    def captured_keys(self, requests: float, keys: float, longest: float) -> float:
+        """Keys whose parts are as long as those of a row of so many in a graph that was captured for `longest`: there
+        a part is a share of these, and a shorter row lies in the first parts (chunk_blocks of
+        minimax_m3_index_decode, whose max_seq_len is the engine's max_model_len while it captures)."""
+        return max(keys, min(longest, keys * self._parts(requests)))
+
     @property
     def _sorted(self) -> int:
         return _SORTED_BLOCKS * self.block_tokens

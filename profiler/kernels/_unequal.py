@@ -5,12 +5,12 @@ from typing import Final
 
 from profiler.core.grid import Grid
 from profiler.core.grid_work import Work
-from profiler.core.launch import JointLaunch, Tiles, least_block_us
+from profiler.core.launch import Captured, JointLaunch, Tiles, least_block_us
 from profiler.core.types import ModelSpec
 from profiler.core.unequal import Together
-from profiler.kernels._block_sparse import ScoreWork
+from profiler.kernels._block_sparse import ScoreWork, TopkWork
 from profiler.kernels._flash_attention import GroupedWork
-from profiler.kernels._placement import Ran, prefill_straight, prefill_work, steps_of
+from profiler.kernels._placement import Ran, decode_straight, prefill_straight, prefill_work, steps_of
 
 # vLLM's top-k of decode rows (csrc/topk.cu): up to 8 rows, up to 32 with more shared memory, each row by a group of
 # blocks; more rows by one block each.
@@ -56,6 +56,15 @@ def launch_of(name: str, ran: Ran | None, prefill: Grid, fixed_us: float) -> Joi
         return None
     block_us = least_block_us(prefill, work)
     return JointLaunch(work, block_us, fixed_us) if block_us else None
+
+
+def captured_of(name: str, ran: Ran | None, tokens: int, keys: int) -> Captured | None:
+    """What whole captured decode steps do to a kernel; None where nothing is known. tokens: of the largest one. keys:
+    the most of a request."""
+    work = decode_straight(name, ran)
+    if isinstance(work, TopkWork):
+        return Captured(tokens, keys, work)
+    return Captured(tokens, keys, None) if isinstance(prefill_straight(name, ran), GroupedWork) else None
 
 
 def _straight(name: str, ran: Ran | None) -> Work | None:

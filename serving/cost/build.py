@@ -20,7 +20,7 @@ from profiler.core.types import Category, Component, ModelSpec, Parallel
 from profiler.core.unequal import forms_of, make_skew
 from profiler.kernels._beside import beside_of
 from profiler.kernels._placement import decode_lookup, prefill_lookup, ran_of, steps_of
-from profiler.kernels._unequal import launch_of, sharing_of
+from profiler.kernels._unequal import captured_of, launch_of, sharing_of
 from serving.backends import DEFAULT, sends
 from serving.collectives import Collectives, from_hardware
 from serving.cost.communication import Communication, group_lines
@@ -94,6 +94,7 @@ def build_cost(
     dummy_tokens: int = 1,
     dense_prefill: bool = True,
     more_by_tokens: Callable[[int], list[Line]] | None = None,
+    captured_keys: int = 0,
 ) -> TableCost:
     """The StepCost of one group of `parallel.dp` engines, or of one of its pipeline stages.
 
@@ -108,6 +109,8 @@ def build_cost(
     decode_query_tokens: query tokens of every decode request; tables need rows of that many. dummy_tokens: of a rank
     without work. dense_prefill: as the engine of the tables does where it attends short prompts densely; without, every
     prefill runs on the sparse path. more_by_tokens: further lines by the tokens of a rank.
+    captured_keys: the most keys of a request where the engine captures whole decode steps, 0 where it does not; kernels
+    that divide their work by these are then priced so.
 
     Raises ContractError when the bundle is not meant for serving or its KV layout or cap disagrees, CoverageError when
     a table or kernel is missing, ConfigError for a split that is not priced.
@@ -118,7 +121,8 @@ def build_cost(
             raise ConfigError(f"pp {parallel.pp}: pipeline stages are priced one by one")
         stage = Stage(spec, True, True)
     _check_split(spec, parallel)
-    build = _Builder(bundle, spec, parallel, allow_extrapolation, decode_query_tokens)
+    captured = (max(capture_sizes), captured_keys) if capture_sizes and captured_keys else (0, 0)
+    build = _Builder(bundle, spec, parallel, allow_extrapolation, decode_query_tokens, captured)
     counts = stage.counts(bundle)
     if bundle.meta.get("dense_prefill") == "never" or not dense_prefill:
         # Every prefill on the sparse path: of a bundle that says so no table has another.
@@ -203,12 +207,19 @@ class _Builder:
     """Turns the tables of one bundle into curves and grids, collecting what each does outside its bounds."""
 
     def __init__(
-        self, bundle: Bundle, spec: ModelSpec, parallel: Parallel, allow_extrapolation: bool, query_tokens: int
+        self,
+        bundle: Bundle,
+        spec: ModelSpec,
+        parallel: Parallel,
+        allow_extrapolation: bool,
+        query_tokens: int,
+        captured: tuple[int, int] = (0, 0),
     ) -> None:
         self.bundle = bundle
         self.spec = spec
         self.parallel = parallel
         self.query_tokens = query_tokens
+        self.captured = captured  # tokens of the largest whole captured decode step, keys that it was captured for
         self.provenance = str(bundle.meta["provenance"])
         self.ran = ran_of(bundle.meta, spec, parallel.tp)
         self.outside: list[Outside] = []
@@ -267,6 +278,9 @@ class _Builder:
             provenance=self.provenance,
             beside=beside,
             launch=launch,
+            captured=captured_of(one.name, self.ran, *self.captured)
+            if self.captured[0] and self.query_tokens == 1
+            else None,
         )
 
     def _cap_tokens(self, one: Component) -> int:

@@ -6,7 +6,7 @@ from typing import Literal
 
 from profiler.core.grid import Grid
 from profiler.core.grid_mixed import MixedGrid
-from profiler.core.launch import JointLaunch, Prefill, Tiles
+from profiler.core.launch import Captured, JointLaunch, Prefill, Tiles
 from profiler.core.unequal import Beside, Skew, Together, beyond_fixed_us
 from serving.core.shape import StepShape
 
@@ -24,7 +24,8 @@ class Kernel:
     of unequal lengths (profiler.core.unequal has both forms). fixed_us: see profiler.core.grid.fixed_us. cap_tokens:
     most keys that it reads of each request, 0 for all. prefill_when: the steps in which it takes prefill rows. beside:
     what prefills add to decodes where other kernels run them than alone; a single new token is then one more decode.
-    launch: the least that decodes and prefills of one launch take.
+    launch: the least that decodes and prefills of one launch take. captured: for engines that capture whole decode
+    steps; steps of at most as many tokens are then split as decodes alone are, so that `launch` is for longer ones.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Kernel:
     provenance: str
     beside: Beside | None = None
     launch: JointLaunch | None = None
+    captured: Captured | None = None
 
     def us(self, shape: StepShape, prefills: Sequence[Prefill]) -> float:
         """Microseconds of one call. `prefills` are the requests whose prefill rows this kernel runs."""
@@ -48,18 +50,23 @@ class Kernel:
             return self._prefills(prefills) if prefills else 0.0
         if self.beside is not None and prefills:
             return self._beside(self.beside, shape, prefills)
-        longest, cap = shape.decode_kv_max_tokens, self.cap_tokens
+        cap = self.cap_tokens
+        longest: float = shape.decode_kv_max_tokens
         if cap:
             keys = shape.decode_kv_capped_sum_tokens / decodes
             longest = min(longest, cap)
         else:
             keys = shape.decode_kv_sum_tokens / decodes
         if not prefills:
+            if self.captured is not None and not shape.prefills:
+                assert self.decode is not None
+                keys = self.captured.keys_of(self.decode, decodes, keys)
+                longest = self.captured.keys_of(self.decode, decodes, longest)
             return self._decode(decodes, keys, longest)
         if self.mixed is None:
             alone = self._decode(decodes, keys, longest)
             added = alone + self._prefills(prefills)
-            if self.launch is None:
+            if self.launch is None or (self.captured is not None and shape.tokens <= self.captured.tokens):
                 return added
             return max(added, self.launch.us(alone, decodes, keys, longest, prefills))
         first = max(prefills, key=causal_work)
@@ -88,13 +95,13 @@ class Kernel:
         assert self.prefill is not None
         return beyond_fixed_us(self.prefill, self.fixed_us, self.together, prefills)
 
-    def _decode(self, requests: int, keys: float, longest: int) -> float:
+    def _decode(self, requests: int, keys: float, longest: float) -> float:
         assert self.decode is not None
         if self.skew is None:
             return self.decode.at(requests, keys)
         return self.skew.decode_us(self.decode, requests, keys, longest)
 
-    def _mixed(self, prefill: Prefill, requests: int, keys: float, longest: int) -> float:
+    def _mixed(self, prefill: Prefill, requests: int, keys: float, longest: float) -> float:
         assert self.mixed is not None
         chunk, context = prefill
         mean = self.mixed.at(chunk, context, requests, keys)

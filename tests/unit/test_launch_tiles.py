@@ -8,15 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from profiler.core.bundle import Table, make_table
-from profiler.core.grid import BatchRow, Grid, Outside, fixed_us, prefill_grid
-from profiler.core.launch import JointLaunch, Tiles, least_block_us
+from profiler.core.grid import BatchRow, Grid, Outside, decode_grid, fixed_us, prefill_grid
+from profiler.core.launch import Captured, JointLaunch, Tiles, least_block_us
 from profiler.core.registry import load_model
 from profiler.core.types import Category
 from profiler.core.unequal import beyond_fixed_us
-from profiler.kernels._block_sparse import _TILE, ScoreWork
+from profiler.kernels._block_sparse import _TILE, ScoreWork, TopkWork
 from profiler.kernels._flash_attention import GroupedWork
 from profiler.kernels._placement import Ran, ran_of
-from profiler.kernels._unequal import launch_of, sharing_of, tiles_of
+from profiler.kernels._unequal import captured_of, launch_of, sharing_of, tiles_of
 from profiler.skew import fit_skew
 from serving.core.shape import StepShape
 from serving.cost.kernels import Kernel
@@ -260,3 +260,52 @@ def test_serving_prices_a_launch_as_the_report_does(prefills: list[tuple[int, in
     expected = max(decodes + shared, joint.us(decodes, 8, 8000.0, 30_000, prefills))
     assert kernel.us(shape, prefills) == pytest.approx(expected)
     assert replace(kernel, launch=None).us(shape, prefills) == pytest.approx(decodes + shared)
+
+
+TOPK = TopkWork(4, 128)
+LONGEST = 1_048_575
+
+
+@given(st.integers(1, 64), st.integers(1, LONGEST))
+def test_a_captured_row_lies_in_parts_of_the_longest(requests: int, keys: int) -> None:
+    """As many sorts as a part of the captured kernel has blocks for, with its own numbers."""
+    most = max(1, min(16, 64 // (requests * 4)))
+    parts = 1 << (most.bit_length() - 1)
+    own_blocks, all_blocks = -(-keys // 128), -(-(LONGEST + 1) // 128)
+    sorts = -(-min(own_blocks, -(-all_blocks // parts)) // 64)
+    assert TOPK.decode(requests, TOPK.captured_keys(requests, keys, LONGEST)) == sorts
+    assert keys <= TOPK.captured_keys(requests, keys, LONGEST) <= LONGEST
+
+
+def test_selections_of_captured_decode_steps_are_priced_by_the_longest_request() -> None:
+    rows = {(1, 8192): 6.0, (1, 65_536): 6.5, (1, 131_072): 7.0, (1, 524_288): 12.0, (1, LONGEST): 19.0}
+    rows |= {(16, 8192): 7.0, (16, 65_536): 20.0, (16, LONGEST): 230.0}
+    grid = decode_grid([BatchRow(0, 0, *at, us) for at, us in rows.items()], OUT, TOPK)
+    eager = Kernel("block_topk", 57, grid, grid, None, None, None, 0.0, 0, "selection", "measured")
+    graphs = replace(eager, captured=captured_of("block_topk", ran(), 256, LONGEST))
+
+    def us(kernel: Kernel, requests: int, keys: int, *prefills: tuple[int, int]) -> float:
+        return kernel.us(StepShape(prefills, requests, requests * keys, keys, requests * keys, 1), prefills)
+
+    assert us(eager, 1, 65_536) == 6.5 and us(graphs, 1, 65_536) == 19.0
+    assert us(graphs, 1, 4096) == us(eager, 1, 65_536)
+    assert us(graphs, 16, 65_536) == us(eager, 16, 65_536), "one part each"
+    assert us(graphs, 1, 65_536, (8, 8192)) == us(eager, 1, 65_536, (8, 8192)), "cut where the model attends"
+    assert us(replace(graphs, captured=replace(graphs.captured, tokens=0)), 1, 65_536) == 6.5  # type: ignore[type-var]
+
+
+def test_attention_of_short_steps_is_split_where_decode_steps_are_captured() -> None:
+    grid, joint = launch()
+    eager = Kernel("attention", 3, grid, grid, None, None, None, 12.0, 0, "always", "measured", launch=joint)
+    graphs = replace(eager, captured=captured_of("attention", ran(), 512, LONGEST))
+    assert graphs.captured == Captured(512, LONGEST, None)
+    assert captured_of("block_scores", ran(), 512, LONGEST) is None
+
+    def us(kernel: Kernel, chunk: int) -> float:
+        shape = StepShape(((chunk, 0),), 8, 8 * 65_536, 65_536, 8 * 65_536, 8)
+        return kernel.us(shape, shape.prefills)
+
+    assert us(graphs, 504) == grid.at(8, 65_536) + grid.at(504, 0) < us(eager, 504) / 4
+    assert us(graphs, 505) == us(eager, 505)
+    decodes = StepShape((), 8, 8 * 65_536, 65_536, 8 * 65_536, 8)
+    assert graphs.us(decodes, ()) == eager.us(decodes, ())
