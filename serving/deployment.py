@@ -33,7 +33,7 @@ from serving.cost.build import build_pipeline
 from serving.cost.host import TableHost
 from serving.cost.offload import OffloadCost
 from serving.cost.speculative import SpeculativeCost, build_speculative
-from serving.degree_tables import read_degree
+from serving.degree_tables import read_degrees
 from serving.expert_load import routed_load
 from serving.host_rules import behind_of, host_source, inputs_ns, shared_stream, table_host_of
 from serving.policies import load_policy
@@ -131,7 +131,7 @@ def deploy(
     limits = _limits(instance.engine, spec, hardware)
     variant = instance.variant or _own_variant(instance, spec, hardware, hardware_name, bundle_root)
     path = find_bundle(bundle_root, hardware_name, spec.name, variant)
-    bundle = read_degree(path, instance.parallel.tp)
+    bundle = read_degrees(path, instance.parallel)
     if bundle.meta["provenance"] == "projected" and not allow_projected:
         raise ContractError(f"{path}: {_projected_from(bundle)} --allow-projected takes them, marked so in the result.")
     kv = _kv(instance, spec, hardware, limits, bundle)
@@ -164,6 +164,7 @@ def deploy(
         all2all_backend=instance.engine.all2all_backend,
         allow_extrapolation=allow_extrapolation,
         dense_prefill=not instance.engine.sparse_mla_force_mqa,
+        captured_keys=_captured_keys(instance.engine, limits.max_model_len_tokens),
     )
     stream = shared_stream(instance, spec, own, str(bundle.meta["engine"].get("name")))
     beside = {} if stream is None else {"more_by_tokens": stream}
@@ -212,6 +213,12 @@ def _capture_sizes(engine: EngineSettings, sequences: int) -> tuple[int, ...]:
     if engine.eager:
         return ()
     return default_capture_sizes(sequences) if engine.capture_sizes is None else engine.capture_sizes
+
+
+def _captured_keys(engine: EngineSettings, max_model_len_tokens: int) -> int:
+    """Keys for which kernels of whole captured decode steps were divided, 0 where no step is captured whole."""
+    whole = not engine.eager and engine.graph_mode != "PIECEWISE"
+    return max_model_len_tokens - 1 if whole else 0
 
 
 def _own_variant(

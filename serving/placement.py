@@ -67,11 +67,11 @@ def natural_layout(spec: ModelSpec, gpus: int) -> Parallel:
 def splits(spec: ModelSpec, gpus: int, ep: int | None = None) -> Iterator[Parallel]:
     """Every (tp, pp, dp, ep) with tp x pp x dp = gpus, most data parallelism first; rules are not checked.
 
-    With experts, ep runs over the multiples of dp that divide tp x dp, and `ep` itself when it is given.
+    With experts, ep runs over the multiples of dp that divide tp x dp, and 1; it is `ep` alone when that is given.
     """
     for dp in reversed(_divisors(gpus)):
         for tp in reversed(_divisors(gpus // dp)):
-            choices = {dp * share for share in _divisors(tp)} if spec.moe else {1}
+            choices = {1, *(dp * share for share in _divisors(tp))} if spec.moe else {1}
             for chosen in sorted(choices if ep is None else {ep}, reverse=True):
                 yield Parallel(tp=tp, pp=gpus // dp // tp, dp=dp, ep=chosen)
 

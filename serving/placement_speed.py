@@ -12,7 +12,7 @@ from profiler.core.types import ModelSpec
 from serving.capacity import default_batched_tokens, default_num_seqs
 from serving.core.shape import StepShape
 from serving.cost import TableCost, build_cost, default_capture_sizes
-from serving.degree_tables import read_degree
+from serving.degree_tables import read_degrees
 from serving.placement import Placement
 
 
@@ -120,4 +120,4 @@ def _bundle(spec: ModelSpec, hardware: Hardware, one: Placement, root: Path) -> 
     there = variants(root, hardware.name, spec.name)
     own = variant_name(spec.quantization.weights, one.budget.layout.layout)
     path = find_bundle(root, hardware.name, spec.name, own if own in there else None)
-    return read_degree(path, one.parallel.tp)
+    return read_degrees(path, one.parallel)

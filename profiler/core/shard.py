@@ -129,6 +129,8 @@ def _expert_rules(spec: ModelSpec, parallel: Parallel) -> tuple[str, ...]:
         return (f"ep {ep} for a model without experts",) if ep != 1 else ()
     if ep > spec.moe.num_experts:
         return (f"ep {ep} exceeds the {spec.moe.num_experts} experts",)
+    if ep == 1:
+        return ()
     if ep % dp:
         return (f"ep {ep} is no multiple of dp {dp} (every data-parallel rank holds the same number of expert slices)",)
     if ep // dp > tp:

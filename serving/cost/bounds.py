@@ -7,6 +7,7 @@ from typing import Any
 from profiler.core.even_load import activated_experts, local_pairs
 from profiler.core.hardware import Hardware
 from profiler.core.modules import fold_for
+from profiler.core.shard import moe_tensor_parallel
 from profiler.core.types import Component, ModelSpec, Parallel
 from profiler.module_work import Part, parts_of_row
 from profiler.sweep import rank_spec
@@ -72,7 +73,10 @@ class Bounds:
         return keys
 
     def _parts(self, one: Component, key: tuple[float, ...]) -> tuple[Part, ...]:
-        rank = rank_spec(self.spec, self.parallel.tp, divided_experts=self.parallel.ep == 1)
+        rank = rank_spec(self.spec, self.parallel.tp)
+        if rank.moe and self.parallel.ep == 1:
+            width = rank.moe.intermediate // moe_tensor_parallel(self.parallel)
+            rank = replace(rank, moe=replace(rank.moe, intermediate=width))
         whole = tuple(int(value) if float(value).is_integer() else round(value) for value in key)
         return parts_of_row(rank, one.category, one.name, whole, str(self.meta["weights"]))
 

@@ -15,7 +15,7 @@ from profiler.core.hardware import Hardware
 from profiler.core.kv import KvLayout
 from profiler.core.modules import fold_for
 from profiler.core.registry import family
-from profiler.core.shard import stage_layers
+from profiler.core.shard import moe_tensor_parallel, stage_layers
 from profiler.core.types import Category, Component, ModelSpec, Parallel
 from profiler.core.unequal import forms_of, make_skew
 from profiler.kernels._beside import beside_of
@@ -142,6 +142,8 @@ def build_cost(
         parts[0].append(more_by_tokens)
     if collectives is not None:
         sent = sends(all2all_backend)
+        if sent != "gather" and parallel.ep == 1 and parallel.dp > 1:
+            raise ConfigError(f"all2all_backend {all2all_backend} sends tokens to whole experts, and ep 1 divides them")
         reach = _reach(spec, parallel, routing) if sent == "per_rank" else 1.0
         between = _spread(collectives, parallel)
         comm = Communication(stage.spec, parallel, collectives, sent, reach, stage.first, stage.last, between)
@@ -292,13 +294,13 @@ class _Builder:
         moe, ep = self.spec.moe, self.parallel.ep
         if moe is None:
             return ()
-        # Whole experts are measured once, at tp 1; without ep they are cut in width by tp.
-        tp = self.parallel.tp if ep == 1 else 1
+        # Whole experts are measured once, at tp 1; without ep they are divided over all ranks of the group.
+        tp = moe_tensor_parallel(self.parallel) if ep == 1 else 1
         if tp > 1 and (tp, "moe") not in self.bundle.tables:
             raise CoverageError(
                 f"{self.bundle.path}: no table tp{tp}/moe: experts divided over {tp} ranks, as ep 1 has them, are not "
                 f"measured (python -m profiler profile at --tp {tp} does, with an engine that runs whole passes). "
-                f"ep {tp * self.parallel.dp} spreads whole experts over the ranks"
+                f"ep {tp} spreads whole experts over the ranks"
             )
         any_slice = self.bundle.meta.get("moe_slices") == "any"
         measured_ep = 1 if any_slice else ep
@@ -397,10 +399,10 @@ def _spread(collectives: Collectives, parallel: Parallel) -> Collectives | None:
 def _check_split(spec: ModelSpec, parallel: Parallel) -> None:
     if spec.moe is None:
         return
-    if parallel.ep == 1 and parallel.dp > 1:
+    if parallel.ep == 1 and parallel.dp > 1 and parallel.tp > 1:
         raise ConfigError(
-            f"dp {parallel.dp} with ep 1: experts cut in width over data-parallel ranks are not priced; "
-            f"set ep to {parallel.dp * parallel.tp}"
+            f"dp {parallel.dp} and tp {parallel.tp} with ep 1: experts divided over the ranks of several engines are "
+            f"priced at tp 1 alone; set ep to {parallel.dp * parallel.tp}"
         )
     if parallel.ep > 1 and parallel.ep != parallel.dp * parallel.tp:
         raise ConfigError(

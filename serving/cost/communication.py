@@ -1,11 +1,12 @@
 """Collectives of a step, in the order in which the engine's back ends issue them.
 
 Tensor parallel (tp > 1): all-reduce of the embedding, after attention and after the MLP of every layer; all-gather of
-the logits. Experts over data-parallel ranks (ep > 1, dp > 1), default back end: all-gather of the hidden states of the
-whole group before the experts, reduce-scatter of their sum after them; other back ends send copies to the ranks that
-need them and back (serving.backends). With tp > 1 the ranks of a tensor-parallel group take a slice of their tokens
-each into that exchange, and gather it again afterwards instead of the all-reduce. Experts over tensor-parallel ranks
-alone (dp = 1) need no exchange: every rank holds all tokens, and the all-reduce sums them.
+the logits. Experts over data-parallel ranks (dp > 1), default back end: all-gather of the hidden states of the whole
+group before the experts, reduce-scatter of their sum after them, whether whole experts are spread over the ranks or all
+are divided; other back ends send copies to the ranks that need them and back (serving.backends), and need whole ones.
+With tp > 1 the ranks of a tensor-parallel group take a slice of their tokens each into that exchange, and gather it
+again afterwards instead of the all-reduce. Experts over tensor-parallel ranks alone (dp = 1) need no exchange: every
+rank holds all tokens, and the all-reduce sums them.
 
 Nothing overlaps: vLLM runs these on the stream of the layer's kernels unless dual-batch overlap is switched on, which
 is off by default.
@@ -56,7 +57,7 @@ class Communication:
 
     @property
     def _exchanges(self) -> bool:
-        return self.parallel.ep > 1 and self.parallel.dp > 1 and self._moe_layers > 0
+        return self.parallel.dp > 1 and self._moe_layers > 0
 
     def _lines(self, calls: list[Call], over: Collectives | None = None) -> list[Line]:
         prices = [(over or self.collectives).price(one.operation, one.total_bytes, one.ranks) for one in calls]
@@ -99,7 +100,7 @@ class Communication:
         """The exchange around the experts, for the tokens of all data-parallel ranks together."""
         if not self._exchanges:
             return []
-        ranks, count, moe = self.parallel.ep, self._moe_layers, self.spec.moe
+        ranks, count, moe = self.parallel.dp * self.parallel.tp, self._moe_layers, self.spec.moe
         assert moe is not None
         rows = group_tokens * self.spec.hidden * ACTIVATION_BYTES
         if self.sends == "gather":

@@ -129,5 +129,23 @@ def test_the_native_module_takes_as_long_split_by_kernel_as_whole() -> None:
         assert sum(line.us for line in split.explain([shape])) == pytest.approx(local.us, rel=0.03)
 
 
+@pytest.mark.parametrize(("parallel", "ranks"), [(Parallel(tp=8), 1), (Parallel(dp=8), 8)], ids=["tp8", "dp8"])
+def test_divided_experts_are_those_of_all_ranks_of_the_group(parallel: Parallel, ranks: int) -> None:
+    """Without expert parallelism eight GPUs cut each expert in eight, whether they are one engine or eight."""
+    spec = load_model("deepseek-ai/DeepSeek-V3.2-Exp")
+    bundle = read_bundle(default_bundle_root() / "H200" / spec.name / "fp8")
+    cost = build_cost(
+        bundle=bundle, spec=spec, parallel=parallel, hardware=load_hardware("H200"), max_num_batched_tokens=8192
+    )
+    each = 256 // ranks
+    shapes = [StepShape((), each, each * 4096, 4096, each * 2048, each)] * ranks
+    lines = {line.component: line.us for line in cost.explain(shapes)}
+    columns = bundle.tables[8, "moe"].columns
+    (us,) = (us for n, us in zip(columns["tokens"], columns["time_us"], strict=True) if n == 256)
+    assert isinstance(us, float) and lines["experts"] == pytest.approx(58 * us, rel=1e-4)
+    assert ("all_gather experts" in lines) == (ranks > 1)
+    assert ("all_reduce mlp" in lines) == (ranks == 1)
+
+
 def test_there_is_a_measured_bundle() -> None:
     assert BUNDLES

@@ -6,14 +6,14 @@ from profiler.core.errors import ConfigError
 from profiler.core.hardware import load_hardware
 from profiler.core.registry import load_model
 from profiler.core.types import Parallel
-from serving.placement import Placement, natural_layout, place, plan, splits
+from serving.placement import Placement, Refusal, natural_layout, place, plan, splits
 
 V32, GLM5, M3 = (load_model(n) for n in ("deepseek-ai/DeepSeek-V3.2-Exp", "zai-org/GLM-5", "MiniMaxAI/MiniMax-M3"))
 LLAMA = load_model("meta-llama/Llama-3.1-8B")
 H200, RTX = load_hardware("H200"), load_hardware("RTXPRO6000")
 
 
-def degrees(placement: Placement) -> tuple[int, int, int, int]:
+def degrees(placement: Placement | Refusal) -> tuple[int, int, int, int]:
     p = placement.parallel
     return p.tp, p.pp, p.dp, p.ep
 
@@ -31,7 +31,7 @@ def test_every_split_of_eight_gpus() -> None:
         for dp in range(1, 9)
         if tp * pp * dp == 8
         for ep in range(1, 257)
-        if ep % dp == 0 and ep // dp <= tp and (tp * dp) % ep == 0
+        if ep == 1 or (ep % dp == 0 and ep // dp <= tp and (tp * dp) % ep == 0)
     }
     assert found == expected
     assert len(list(splits(V32, 8))) == len(found)
@@ -103,8 +103,10 @@ def test_tp_8_holds_no_more_kv_bytes_per_token_than_tp_4_for_m3() -> None:
 def test_refused_splits_say_which_rule() -> None:
     result = plan(GLM5, H200, 3, max_model_len=4096)
     assert [degrees(p) for p in result.placements] == [(1, 1, 3, 3), (1, 3, 1, 1)]
-    assert {refusal.parallel.tp for refusal in result.refused} == {3}
-    assert all("64 attention heads do not divide by tp 3" in refusal.reasons[0] for refusal in result.refused)
+    reasons = {degrees(refusal): refusal.reasons[0] for refusal in result.refused}
+    assert "expert width 2048 does not divide by 3" in reasons.pop((1, 1, 3, 1))
+    assert {tp for tp, *_ in reasons} == {3}
+    assert all("64 attention heads do not divide by tp 3" in reason for reason in reasons.values())
 
 
 def test_uneven_experts_are_placed_by_the_fullest_rank() -> None:
