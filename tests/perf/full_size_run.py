@@ -251,7 +251,7 @@ def main() -> int:
     began = time.monotonic()
     tp, dp = layout(options.layout)
     names = options.workloads.split(",")
-    folders = {name: options.out / options.layout / Path(name).stem for name in names}
+    folders = {name: options.out / folder_name(options) / Path(name).stem for name in names}
     todo = [name for name in names if options.force or not (folders[name] / "vllm" / "meta.json").exists()]
     if not todo:
         print(f"{options.layout}: {', '.join(names)} are recorded already")
@@ -373,7 +373,7 @@ def prepare(options: argparse.Namespace, tp: int, dp: int, names: list[str], fol
 
 def predict(options: argparse.Namespace, tp: int, dp: int, names: list[str], folders: dict[str, Path]) -> None:
     """Prepares and replays: the cluster file and a prediction per workload in --predict's folder of the layout."""
-    out = options.predict / options.layout
+    out = options.predict / folder_name(options)
     out.mkdir(parents=True, exist_ok=True)
     for name in names:
         if name == "poisson" and options.poisson_rate is None:
@@ -682,7 +682,7 @@ def workload(name: str, options: argparse.Namespace, folders: dict[str, Path]) -
         count, prompt = options.long_requests, options.long_prompt
         return [TraceRequest(str(index), 0, prompt, 100) for index in range(count)]
     if name == "poisson":
-        rate = options.poisson_rate or half_rate(folders.get("chat", options.out / options.layout / "chat"))
+        rate = options.poisson_rate or half_rate(folders.get("chat", options.out / folder_name(options) / "chat"))
         return chat(options.poisson_requests, rate, options.max_model_len)
     return list(read_trace(Path(name)).requests)
 
@@ -725,6 +725,11 @@ def summary(rows: list[dict[str, Any]]) -> str:
     out = sum(row["output_toks"] for row in rows)
     speed = f"{len(rows)} requests in {seconds:.2f} s, {out / seconds:.0f} tokens/s out"
     return f"{speed}, median TTFT {1e3 * ttft:.1f} ms, TPOT {1e3 * middle(tpot or [0.0]):.2f} ms"
+
+
+def folder_name(options: Any) -> str:
+    """Of a deployment's runs: its layout, marked where experts are whole although tensor parallelism could divide."""
+    return f"{options.layout}-ep" if options.expert_parallel and layout(options.layout)[1] == 1 else options.layout
 
 
 def layout(text: str) -> tuple[int, int]:

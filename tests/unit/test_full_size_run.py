@@ -96,12 +96,12 @@ def test_a_predicted_load_has_half_of_the_predicted_rate(tmp_path: Path) -> None
     sizes = ["--chat-requests", "20", "--poisson-requests", "10", "--workloads", "chat,poisson"]
     subprocess.run([*command, *sizes, "--predict", str(tmp_path / "predicted")], check=True, capture_output=True)
     (chat, poisson) = (
-        json.loads((tmp_path / "predicted" / "tp2" / f"{name}.json").read_text()) for name in ("chat", "poisson")
+        json.loads((tmp_path / "predicted" / "tp2-ep" / f"{name}.json").read_text()) for name in ("chat", "poisson")
     )
     assert poisson["rate_per_s"] == round(chat["requests_per_s"] / 2, 2)
     assert "--predict" not in poisson["record"]
     assert module.parsed(poisson["record"].split()[2:]).poisson_rate == poisson["rate_per_s"]
-    check_prediction(tmp_path / "predicted" / "tp2" / "poisson.json", poisson, tmp_path / "again")
+    check_prediction(tmp_path / "predicted" / "tp2-ep" / "poisson.json", poisson, tmp_path / "again")
 
 
 def check_prediction(path: Path, found: dict[str, Any], scratch: Path) -> None:
@@ -116,7 +116,9 @@ def check_prediction(path: Path, found: dict[str, Any], scratch: Path) -> None:
     assert (
         (instance.parallel.tp, instance.parallel.dp) == module.layout(found["layout"]) == module.layout(options.layout)
     )
-    assert instance.parallel.ep == instance.parallel.tp * instance.parallel.dp
+    whole = options.expert_parallel or instance.parallel.dp > 1
+    assert instance.parallel.ep == (instance.parallel.tp * instance.parallel.dp if whole else 1)
+    assert path.parent.name == module.folder_name(options)
     asked = instance.engine
     assert (asked.max_model_len_tokens, asked.max_num_seqs) == (options.max_model_len, options.max_num_seqs)
     assert found["finished"] == found["trace"]["requests"] and found["extrapolated_lookups"] == 0
