@@ -161,6 +161,20 @@ class BlockPool:
             request.keyed = full
             self._changes += 1
 
+    def drop_keys(self, request: Request, tokens: int) -> None:
+        """Forget the content of the chain's blocks past the first `tokens` tokens: they will not be computed."""
+        full = tokens // self.block_tokens
+        if full >= request.keyed:
+            return
+        for block in request.chain[full : request.keyed]:
+            holders = self._holders[block.key]
+            holders.remove(block)
+            if not holders:
+                del self._holders[block.key]
+            block.key = _UNKEYED
+        request.keyed = full
+        self._changes += 1
+
     def release(self, request: Request, blocks: int, keyed_tokens: int) -> None:
         """Drop the `blocks` blocks of a request, the last first; those within `keyed_tokens` tokens stay findable."""
         self.free_blocks += blocks

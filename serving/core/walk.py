@@ -52,7 +52,8 @@ class WalkScheduler:
     speculation: a request that has emitted a token has that many drafts, which run with its last token in one step, as
     many of them as fit; the accepted ones are emitted with one more token, the rejected ones do not count as computed.
     Every allocation has as many more tokens in view, up to the model length; a preemption drops the drafts; contents
-    become findable when the next tokens are allocated. verifications[i]: how many had i drafts accepted.
+    become findable when the next tokens are allocated, and stay so as far as they are computed when that allocation is
+    taken back in the same step. verifications[i]: how many had i drafts accepted.
     """
 
     def __init__(
@@ -181,7 +182,10 @@ class WalkScheduler:
                 victim = running.pop(position)
                 if position < at:
                     at -= 1
-                budget += given.pop(victim, 0)
+                if taken_back := given.pop(victim, 0):
+                    budget += taken_back
+                    victim.known_tokens = victim.computed_tokens
+                    blocks.drop_keys(victim, victim.known_tokens)
                 self._preempt(victim)
                 if victim is request:
                     stuck = True
@@ -189,6 +193,7 @@ class WalkScheduler:
             else:
                 blocks.take(needed)
                 request.held_blocks += needed
+                self._make_findable(request, computed + new_tokens)
                 given[request] = new_tokens
                 budget -= new_tokens
                 at += 1
@@ -205,6 +210,13 @@ class WalkScheduler:
         self.blocks.release(request, request.held_blocks, request.known_tokens)
         request.held_blocks = request.known_tokens = 0
 
+    def _make_findable(self, request: Request, after_tokens: int) -> None:
+        """What its first `after_tokens` tokens will hold: drafts among them are not known yet."""
+        request.known_tokens = min(after_tokens, request.prompt_tokens + request.emitted_tokens)
+        if request.block_keys:
+            self.blocks.grow(request, request.held_blocks)
+            self.blocks.add_keys(request, request.known_tokens)
+
     def _account(
         self,
         request: Request,
@@ -213,7 +225,7 @@ class WalkScheduler:
         rows: list[tuple[int, int]],
         keys: list[int],
     ) -> None:
-        """Account tokens whose blocks are taken."""
+        """Account tokens whose blocks are taken and findable."""
         context = request.computed_tokens
         after = context + new_tokens
         if context < request.prompt_tokens:
@@ -226,10 +238,6 @@ class WalkScheduler:
             rows.append((new_tokens, context))
         total = request.prompt_tokens + request.emitted_tokens
         request.computed_tokens = after
-        request.known_tokens = min(after, total)
-        if request.block_keys:
-            self.blocks.grow(request, request.held_blocks)
-            self.blocks.add_keys(request, request.known_tokens)
         request.in_flight = after >= total
         batch.append(Given(request, new_tokens, after >= total, max(0, after - total)))
 
@@ -275,6 +283,7 @@ class WalkScheduler:
                 request.scheduled_ns = now_ns
                 request.prefix_hit_tokens = hit_tokens
             left -= new_tokens
+            self._make_findable(request, hit_tokens + new_tokens)
             self._account(request, new_tokens, batch, rows, keys)
 
     def _shape(self, batch: Sequence[Given], rows: list[tuple[int, int]], keys: list[int]) -> StepShape:

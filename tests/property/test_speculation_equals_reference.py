@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import reference.loop
 import reference.pipeline
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from simulated import LinearCost, plain_engine, plain_request, request
 
@@ -89,8 +89,16 @@ def assert_equal(case, drafts):
     assert [compared(one) for one in records] == [expected(one) for one in requests]
 
 
+TAKEN_BACK = Case(
+    ((0, 1, 7, (), 1), (1, 1, 2, (), 0)), Limits(8, 85, 85), num_blocks=12, block_tokens=2, policy="priority"
+)
+ALWAYS = Drafts(4, Acceptance((1,), ((1.0,) * 4,)), "rows")
+
+
 @settings(deadline=None, max_examples=300)
 @given(cases(), drafts())
+@example(TAKEN_BACK, ALWAYS)
+@example(replace(TAKEN_BACK, rows=((0, 1, 7, (1, 2, 3, 4), 1), (1, 1, 2, (), 0))), ALWAYS)
 def test_drafts_are_scheduled_as_in_the_specification(case, drafts):
     assert_equal(replace(case, asynchronous=False, sessions=()), drafts)
 
@@ -199,6 +207,16 @@ def test_a_verification_in_the_three_ways_to_count_it():
         assert (shape.prefills, shape[1:7]) == (prefills, decodes)
         assert shape.tokens == 4
         assert shape.drafted[:5] == ((), 1, 15, 15, 8)
+
+
+@pytest.mark.parametrize("keys", [(), (1, 2, 3, 4)])
+def test_accepted_drafts_stay_findable_when_the_step_takes_back_what_it_gave(keys):
+    """The first one computed 6 of its 7 tokens, is given the last one, and then loses its blocks to the second."""
+    case = replace(TAKEN_BACK, rows=((0, 1, 7, keys, 1), (1, 1, 2, (), 0)))
+    cost = Staged((1,), 0)
+    records, _, _ = of_core(case, ALWAYS, cost)
+    assert [one.preemptions for one in records] == [1, 0]
+    assert cost.seen[-1][0][:4] == ((), 1, 7, 7), "one token behind the three full blocks that it had computed"
 
 
 def test_linear_cost_is_the_plain_one():

@@ -238,7 +238,12 @@ class Scheduler:
         return Scheduled(request, new_tokens, context_tokens, emits, drafts)
 
     def _unaccount(self, scheduled: Scheduled) -> None:
-        """Take back what a request was given in the step that is being composed, and what that made findable."""
+        """Take back what a request was given in the step that is being composed, and what that made findable.
+
+        What it had computed before stays findable, up to its last accepted draft: those tokens were known when its
+        blocks were allocated. vLLM leaves the keys of the tokens that will not be computed as well, and would hit
+        blocks without content.
+        """
         request = scheduled.request
         request.in_flight -= scheduled.emits
         request.computed_tokens = scheduled.context_tokens
