@@ -72,6 +72,11 @@ class TieredPool(BlockPool):
         if request.keyed > before:
             self._fresh[-1].extend(request.block_keys[before : request.keyed])
 
+    def drop_keys(self, request: Request, tokens: int) -> None:
+        for key in request.block_keys[tokens // self.block_tokens : request.keyed]:
+            self._fresh[-1].remove(key)
+        super().drop_keys(request, tokens)
+
     def in_host(self, request: Request, total_tokens: int, found: int, now_ns: int) -> int:
         """Blocks behind the first `found` ones of a waiting request that can be loaded now."""
         keys, there = request.block_keys, self._written_ns

@@ -25,7 +25,8 @@ class Request:
     computed_tokens: tokens scheduled so far, up to date only while it is not in the decode set; there they are
     base + step. emitted_tokens: tokens of closed runs. runs: (first, last) steps of each uninterrupted series of its
     tokens, one per step; run_start: first step of the open one. last_step: the step that yields its last token.
-    decode_from: first step in which it runs as a decode. entry: changes whenever it leaves the decode set.
+    decode_from: first step of its decoding that reads the token of the step before. entry: changes whenever it leaves
+    the decode set.
     received: the cache of its prompt came from another engine and it has not been preempted since.
     chain: its blocks whose content the trace tells, of which the first `keyed` are findable. tail: its own blocks that
     stay findable after a preemption.

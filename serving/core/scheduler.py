@@ -283,6 +283,8 @@ class Scheduler:
                 victim = running.pop(position)
                 if position < at:
                     at -= 1
+                if self.asynchronous and victim in given and victim.block_keys:
+                    self._key_until(victim, given, step)
                 taken_back = given.pop(victim, 0)
                 budget += taken_back
                 self._preempt(victim, step, taken_back)
@@ -299,6 +301,24 @@ class Scheduler:
             decodes.leave(one, step)
         return [(one, tokens) for one, tokens in given.items() if not one.decoding], skipped, budget
 
+    def _key_until(self, victim: Request, given: dict[Request, int], step: int) -> None:
+        """Keys of the requests that a step was given, up to a victim among them, in that order.
+
+        The first of several blocks with the same content is the one that is found.
+        """
+        blocks = self.blocks
+        for request, new_tokens in given.items():
+            if request.decoding:
+                computed = request.base + step
+                known = computed + (request.decode_from > step)
+            else:
+                computed = request.computed_tokens
+                known = computed + new_tokens
+            blocks.grow(request, blocks.blocks_for(computed + new_tokens))
+            blocks.add_keys(request, known)
+            if request is victim:
+                return
+
     def _victim(self) -> int:
         running = self.running
         if self._ascending:
@@ -313,6 +333,7 @@ class Scheduler:
         else:
             self._prefills = [one for one in self._prefills if one is not request]
         computed = request.computed_tokens
+        self.blocks.drop_keys(request, computed)
         # When the step in flight was composed, the token that it reads was not known yet, nor the content of its block.
         self.blocks.release(request, self.blocks.blocks_for(computed + taken_back), computed - in_flight)
         request.close_run(step - 1)
@@ -327,8 +348,9 @@ class Scheduler:
     def _track(self, step: int, chunks: Sequence[tuple[Request, int]]) -> None:
         """Chains of decodes: the block that this step opens, and the keys of the one that it fills.
 
-        Under asynchronous scheduling the last token of a block is known one step later. Prefill chunks of the same
-        step get their keys here too, where both have to be in order of admission.
+        Under asynchronous scheduling the last token of a block is known one step later, but for a request that got no
+        token in the step before. Prefill chunks of the same step get their keys here too, where both have to be in
+        order of admission.
         """
         blocks, size = self.blocks, self.blocks.block_tokens
         keyed: list[tuple[int, Request, int]] = []
@@ -337,7 +359,11 @@ class Scheduler:
             blocks.grow(request, computed // size + 1)
             if self.asynchronous:
                 keyed.append((request.order, request, computed))
-        if not self.asynchronous:
+        if self.asynchronous:
+            for request in self._resumed:
+                if request.decoding and request.run_start == step and request.block_keys:
+                    keyed.append((request.order, request, request.base + step + 1))
+        else:
             keyed += [(one.order, one, one.base + step + 1) for one in self.decodes.tracked_at(step + 1)]
         for request, new_tokens in chunks:
             after = request.computed_tokens + new_tokens
@@ -446,6 +472,7 @@ class Scheduler:
         self._ending.setdefault(request.last_step, []).append(request)
         self._resumed.append(request)
         self.decodes.enter(request, request.computed_tokens, step + 1)
+        request.decode_from = step + 2  # the token that the next step reads is known when that is composed
 
 
 def _order(request: Request) -> int:

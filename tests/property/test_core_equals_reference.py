@@ -194,8 +194,28 @@ def assert_equal(case):
 TIGHT = Limits(max_num_seqs=8, max_num_batched_tokens=40, max_model_len_tokens=85)
 
 
+# Asynchronous scheduling. The seventh request gets no token in a step that ends with a preemption, so the token that
+# its next step reads is known when that is composed, and the last request finds its block in the same step.
+FOUND_AT_ONCE = Case(
+    (
+        (0, 1, 1, (), 0), (0, 1, 1, (), 0), (0, 1, 1, (), 2), (0, 7, 5, (), 1), (1, 1, 1, (), 0), (1, 1, 1, (), 0),
+        (1, 1, 2, (3, 9, 27), 0), (1, 3, 1, (3, 9, 27), 0),
+    ),
+    Limits(3, 3, 85), num_blocks=12, block_tokens=1, policy="priority", asynchronous=True,
+)  # fmt: skip
+# The first two fill blocks of the same content in one step, which takes back what it gave the second: the block of the
+# first is the one that is found.
+SAME = (3, 9, 27, 81, 243)
+SAME_IN_ORDER = Case(
+    ((0, 7, 3, SAME, 0), (0, 7, 3, SAME, 1), (1, 2, 3, (), 0)),
+    Limits(3, 5, 85), num_blocks=9, block_tokens=2, policy="priority", asynchronous=True,
+)  # fmt: skip
+
+
 @settings(deadline=None, max_examples=400)
 @given(cases())
+@example(FOUND_AT_ONCE)
+@example(SAME_IN_ORDER)
 @example(Case(((0, 8, 20, (), 0), (0, 8, 20, (), 0), (0, 8, 20, (), 0)), TIGHT, num_blocks=12, asynchronous=True))
 @example(Case(((0, 8, 9, (), 1), (0, 8, 9, (), 0), (5, 8, 9, (), 2)), TIGHT, num_blocks=8, policy="priority"))
 def test_core_schedules_as_the_specification(case):
