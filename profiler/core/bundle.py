@@ -103,9 +103,11 @@ class Bundle:
 
     def profile_command(self, tp: int, category: Category, extra: str = "") -> str:
         """The command that would measure a table of this bundle."""
+        # Divided experts come with the passes of the projections, up to the tokens of a step.
+        wanted = "dense --max-num-batched-tokens N" if category == "moe" and tp > 1 else category
         command = (
             f"python -m profiler profile {self.meta['model']} --hardware {self.meta['hardware']} --tp {tp} "
-            f"--categories {category}"
+            f"--categories {wanted}"
         )
         layout = self.meta["kv"]["layout"]
         if str(self.meta["variant"]).endswith(f"-kv{layout}"):

@@ -62,8 +62,8 @@ def test_equal_tables_write_equal_bytes(tmp_path: Path) -> None:
 
 def test_missing_table_names_what_exists_and_the_command(tmp_path: Path) -> None:
     bundle = read_bundle(write_bundle(tmp_path, meta(), {(1, "dense"): dense(1)}))
-    with pytest.raises(CoverageError, match=r"tp1/dense.*--tp 2 --categories moe"):
-        bundle.table(2, "moe")
+    with pytest.raises(CoverageError, match=r"tp1/dense.*--tp 2 --categories attention"):
+        bundle.table(2, "attention")
 
 
 def test_added_tables_merge_and_keep_their_stamp(tmp_path: Path) -> None:

@@ -161,6 +161,11 @@ def test_one_long_prefill_takes_the_whole_step_to_the_sparse_kernel(bundle: Bund
     assert "sparse_mla" not in names and "mla_dense_prefill" in names
 
 
+def test_the_command_for_divided_experts_is_one_that_measures_them(bundle: Bundle) -> None:
+    assert bundle.profile_command(1, "moe").endswith("--tp 1 --categories moe")
+    assert bundle.profile_command(8, "moe").endswith("--tp 8 --categories dense --max-num-batched-tokens N")
+
+
 def test_an_engine_told_to_stay_on_the_sparse_path_does(bundle: Bundle) -> None:
     shape = step([(500, 0), (500, 1548)])
     model = cost(bundle, dense_prefill=False)
