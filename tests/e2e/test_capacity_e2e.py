@@ -138,7 +138,7 @@ def test_the_screen_needs_no_tables(tmp_path):
     done = run("sweep", tmp_path / "screen.yaml", "--output", tmp_path / "out")
     assert done.returncode == 0, done.stderr
     rows = rows_of(tmp_path / "out")
-    assert len(rows) == 40 and {row["status"] for row in rows} == {"fits", "refused"}
+    assert len(rows) == 52 and {row["status"] for row in rows} == {"fits", "refused"}
     assert run("report", tmp_path / "out").stdout.splitlines()[0].count("layouts fit. Most KV per GPU") == 1
     assert run("report", tmp_path / "out", "--output", tmp_path / "r.html").returncode == 0
 

@@ -119,7 +119,7 @@ def test_speculation_adds_caches() -> None:
 
 
 def test_nothing_fits_is_a_result_and_an_error_on_request() -> None:
-    arguments = (V32, "--hardware", "RTXPRO6000", "--gpus", "8", "--tp", "1", "--dp", "8")
+    arguments = (V32, "--hardware", "RTXPRO6000", "--gpus", "8", "--tp", "1", "--dp", "8", "--ep", "8")
     (placement,) = document(*arguments)["placements"]
     assert placement["fits"] is False
     assert placement["suggestion"] == "16 GPUs as tp 1 pp 1 dp 16 ep 16"
