@@ -170,13 +170,14 @@ def work_of(spec: ModelSpec, category: Category, name: str, key: Key, weights: s
     return category_modules()[category].work(spec, name, numbers, weights) if len(numbers) == len(key) else None
 
 
-def rank_spec(spec: ModelSpec, tp: int, divided_experts: bool = False) -> ModelSpec:
+def rank_spec(spec: ModelSpec, tp: int, expert_ranks: int = 1) -> ModelSpec:
     """The model with the widths of one of tp ranks, the shared experts as a single one.
 
-    Routed experts are whole, as expert parallelism has them, or divided in width over the ranks, as without it.
-    Raises ConfigError naming what tp does not divide (profiler.core.shard.geometry).
+    expert_ranks: ranks that share each routed expert: 1 under expert parallelism, else all of the group
+    (profiler.core.shard.moe_tensor_parallel). Raises ConfigError naming what tp does not divide
+    (profiler.core.shard.geometry).
     """
-    widths = geometry(spec, Parallel(tp=tp, ep=tp if spec.moe and not divided_experts else 1))
+    widths = geometry(spec, Parallel(tp=tp, ep=tp if spec.moe else 1))
     gqa, indexer, moe = spec.gqa, spec.indexer, spec.moe
     if gqa is not None:
         gqa = replace(gqa, num_kv_heads=widths.kv_heads)
@@ -187,7 +188,7 @@ def rank_spec(spec: ModelSpec, tp: int, divided_experts: bool = False) -> ModelS
             moe,
             num_shared_experts=1,
             shared_intermediate=widths.shared_intermediate,
-            intermediate=widths.moe_intermediate,
+            intermediate=moe.intermediate // expert_ranks,
         )
     return replace(
         spec,

@@ -261,7 +261,7 @@ def _too_fast(rows: Iterable[Row], spec: ModelSpec, run: Run, info: EngineInfo) 
     """Cells below the time that the card's peak arithmetic and bandwidth need: their work was not all counted."""
     if run.hardware == CPU:
         return {}
-    hardware, sizes = load_hardware(run.hardware), rank_spec(spec, run.tp, divided_experts=True)
+    hardware, sizes = load_hardware(run.hardware), rank_spec(spec, run.tp, expert_ranks=run.tp)
     found: dict[Category, list[str]] = defaultdict(list)
     for row in rows:
         least = least_us(sizes, row, info.weights, hardware)

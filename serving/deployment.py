@@ -131,7 +131,7 @@ def deploy(
     limits = _limits(instance.engine, spec, hardware)
     variant = instance.variant or _own_variant(instance, spec, hardware, hardware_name, bundle_root)
     path = find_bundle(bundle_root, hardware_name, spec.name, variant)
-    bundle = read_degrees(path, instance.parallel)
+    bundle = read_degrees(path, spec, instance.parallel)
     if bundle.meta["provenance"] == "projected" and not allow_projected:
         raise ContractError(f"{path}: {_projected_from(bundle)} --allow-projected takes them, marked so in the result.")
     kv = _kv(instance, spec, hardware, limits, bundle)

@@ -120,4 +120,4 @@ def _bundle(spec: ModelSpec, hardware: Hardware, one: Placement, root: Path) -> 
     there = variants(root, hardware.name, spec.name)
     own = variant_name(spec.quantization.weights, one.budget.layout.layout)
     path = find_bundle(root, hardware.name, spec.name, own if own in there else None)
-    return read_degrees(path, one.parallel)
+    return read_degrees(path, spec, one.parallel)

@@ -137,10 +137,7 @@ class BlockPool:
             if oldest.key == _TAIL:
                 oldest.blocks = 0
             else:
-                holders = self._holders[oldest.key]
-                holders.remove(oldest)
-                if not holders:
-                    del self._holders[oldest.key]
+                self._hold_no_more(oldest)
 
     def grow(self, request: Request, blocks: int) -> None:
         """Blocks taken for a request, up to `blocks` in all: those whose content the trace tells join its chain."""
@@ -167,13 +164,16 @@ class BlockPool:
         if full >= request.keyed:
             return
         for block in request.chain[full : request.keyed]:
-            holders = self._holders[block.key]
-            holders.remove(block)
-            if not holders:
-                del self._holders[block.key]
+            self._hold_no_more(block)
             block.key = _UNKEYED
         request.keyed = full
         self._changes += 1
+
+    def _hold_no_more(self, block: Cached) -> None:
+        holders = self._holders[block.key]
+        holders.remove(block)
+        if not holders:
+            del self._holders[block.key]
 
     def release(self, request: Request, blocks: int, keyed_tokens: int) -> None:
         """Drop the `blocks` blocks of a request, the last first; those within `keyed_tokens` tokens stay findable."""

@@ -73,10 +73,7 @@ class Bounds:
         return keys
 
     def _parts(self, one: Component, key: tuple[float, ...]) -> tuple[Part, ...]:
-        rank = rank_spec(self.spec, self.parallel.tp)
-        if rank.moe and self.parallel.ep == 1:
-            width = rank.moe.intermediate // moe_tensor_parallel(self.parallel)
-            rank = replace(rank, moe=replace(rank.moe, intermediate=width))
+        rank = rank_spec(self.spec, self.parallel.tp, moe_tensor_parallel(self.parallel))
         whole = tuple(int(value) if float(value).is_integer() else round(value) for value in key)
         return parts_of_row(rank, one.category, one.name, whole, str(self.meta["weights"]))
 

@@ -295,7 +295,7 @@ class _Builder:
         if moe is None:
             return ()
         # Whole experts are measured once, at tp 1; without ep they are divided over all ranks of the group.
-        tp = moe_tensor_parallel(self.parallel) if ep == 1 else 1
+        tp = moe_tensor_parallel(self.parallel)
         if tp > 1 and (tp, "moe") not in self.bundle.tables:
             raise CoverageError(
                 f"{self.bundle.path}: no table tp{tp}/moe: experts divided over {tp} ranks, as ep 1 has them, are not "
