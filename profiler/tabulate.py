@@ -39,7 +39,7 @@ from profiler.quality import quality
 from profiler.recheck import check_outliers
 from profiler.samples import Run
 from profiler.sweep import batch_of, contained, rank_spec, work_of
-from profiler.visits import Latest, kv_facts, latest, one_engine
+from profiler.visits import Latest, kv_of_all_ranks, latest, one_engine
 
 # Keys of a GPU description that change between two moments on the same card.
 _MOMENTARY: Final = ("pstate", "sm_clock_mhz", "memory_clock_mhz", "power_w", "temperature_c")
@@ -363,7 +363,7 @@ def meta_of_runs(runs: Sequence[Run], spec: ModelSpec, binding: Binding) -> dict
         "model_config_sha256": run.model_config_sha256,
         "variant": variant_of(info, contract),
         "weights": info.weights,
-        "kv": kv_facts(info),
+        "kv": kv_of_all_ranks(info, spec, run.tp),
         "contract": contract,
         "attended_cap_tokens": spec.indexer.attended_cap_tokens if spec.indexer else None,
         "protocol": dict(run.protocol),

@@ -2,14 +2,17 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 
 from profiler.core.errors import ConfigError
+from profiler.core.shard import geometry
 from profiler.core.shots import Fill, Key, Shot
-from profiler.core.types import Category
+from profiler.core.types import Category, ModelSpec, Parallel
 from profiler.engines.base import EngineInfo, ShotResult, most_repeats
 from profiler.samples import Run
 from profiler.sweep import batch_of
+
+_DIVIDED: Final = "gqa_kv"
 
 
 def one_engine(runs: Sequence[Run]) -> EngineInfo:
@@ -35,6 +38,22 @@ def one_engine(runs: Sequence[Run]) -> EngineInfo:
 def kv_facts(info: EngineInfo) -> dict[str, Any]:
     """What serving must agree with: the number of tokens that fitted is a fact of one run only."""
     return {key: value for key, value in info.kv.items() if key != "tokens"}
+
+
+def kv_of_all_ranks(info: EngineInfo, spec: ModelSpec, tp: int) -> dict[str, Any]:
+    """The same of every degree: `tp` ranks divide keys and values of grouped heads, so these are in bytes of all heads.
+
+    What the engine allocated on a rank is multiplied by the share of the heads that it holds.
+    """
+    facts = kv_facts(info)
+    if spec.gqa is None or tp == 1:
+        return facts
+    heads, own = (geometry(spec, Parallel(tp=degree)).kv_heads for degree in (1, tp))
+    size = "bytes_per_token_layer"
+    caches = [
+        {**cache, size: cache[size] * heads // own} if cache["name"] == _DIVIDED else cache for cache in facts["caches"]
+    ]
+    return {**facts, "caches": caches}
 
 
 @dataclass(frozen=True, slots=True)
