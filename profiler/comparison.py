@@ -6,7 +6,7 @@ one row per attention module is compared with one of kernels by summing the kern
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from profiler.core.bundle import Bundle, Table
@@ -15,6 +15,7 @@ from profiler.core.grid import Curve, Grid, Outside, batch_rows, curve
 from profiler.core.grid_moe import moe_grid
 from profiler.core.modules import granularity, module_kinds, module_parts
 from profiler.core.registry import load_model
+from profiler.core.siblings import same_kernels
 from profiler.core.types import Category, ModelSpec
 from profiler.kernels._placement import decode_lookup, prefill_lookup, ran_of
 from profiler.timing import percentile
@@ -175,7 +176,7 @@ def compare(first: Bundle, second: Bundle, spec: ModelSpec, tps: Sequence[int] |
     Where one bundle has modules and the other kernels, the modules' shapes are taken, whichever of the two has them.
     Raises ConfigError when the models differ or no degree is common, CoverageError when no shape is.
     """
-    if first.meta["model"] != second.meta["model"] and not _same_layers(first, second):
+    if first.meta["model"] != second.meta["model"] and not _one_serves_the_other(first, second):
         raise ConfigError(f"two models: {first.meta['model']} and {second.meta['model']}")
     common = [tp for tp in first.tps if tp in second.tps and (tps is None or tp in tps)]
     if not common:
@@ -188,10 +189,9 @@ def compare(first: Bundle, second: Bundle, spec: ModelSpec, tps: Sequence[int] |
     return [_turned(ratio) for ratio in found] if swapped else found
 
 
-def _same_layers(first: Bundle, second: Bundle) -> bool:
-    """True for names of one architecture with equal widths, such as DeepSeek-V3.2 and DeepSeek-V3.2-Exp."""
+def _one_serves_the_other(first: Bundle, second: Bundle) -> bool:
     a, b = (load_model(str(bundle.meta["model"])) for bundle in (first, second))
-    return replace(a, name="", notes=(), max_position=0) == replace(b, name="", notes=(), max_position=0)
+    return same_kernels(a, b) or same_kernels(b, a)
 
 
 def _ratios(shapes: Bundle, other: Bundle, spec: ModelSpec, tp: int) -> Iterator[Ratio]:

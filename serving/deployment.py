@@ -14,6 +14,7 @@ from profiler.core.hardware import Hardware, known_hardware, load_hardware
 from profiler.core.kv import KvLayout, kv_layout
 from profiler.core.naming import variant_name
 from profiler.core.registry import load_model, load_model_config, read_model
+from profiler.core.siblings import tables_model
 from profiler.core.stack import cut
 from profiler.core.types import ModelSpec
 from profiler.core.units import GIB
@@ -129,8 +130,9 @@ def deploy(
     hardware = None if instance.memory else load_hardware(instance.hardware)
     hardware_name = hardware.name if hardware else instance.hardware
     limits = _limits(instance.engine, spec, hardware)
-    variant = instance.variant or _own_variant(instance, spec, hardware, hardware_name, bundle_root)
-    path = find_bundle(bundle_root, hardware_name, spec.name, variant)
+    owner = tables_model(bundle_root, hardware_name, spec)
+    variant = instance.variant or _own_variant(instance, spec, hardware, bundle_root, owner)
+    path = find_bundle(bundle_root, hardware_name, owner, variant)
     bundle = read_degrees(path, spec, instance.parallel)
     if bundle.meta["provenance"] == "projected" and not allow_projected:
         raise ContractError(f"{path}: {_projected_from(bundle)} --allow-projected takes them, marked so in the result.")
@@ -222,10 +224,11 @@ def _captured_keys(engine: EngineSettings, max_model_len_tokens: int) -> int:
 
 
 def _own_variant(
-    instance: Instance, spec: ModelSpec, hardware: Hardware | None, hardware_name: str, bundle_root: Path
+    instance: Instance, spec: ModelSpec, hardware: Hardware | None, bundle_root: Path, owner: str
 ) -> str | None:
-    """Among several bundles the one of the run's weights and KV layout; None leaves the choice, or the refusal."""
-    if hardware is None or len(there := variants(bundle_root, hardware_name, spec.name)) < 2:
+    """Among several bundles of `owner` the one of the run's weights and KV layout; None leaves the choice, or the
+    refusal."""
+    if hardware is None or len(there := variants(bundle_root, hardware.name, owner)) < 2:
         return None
     asked = instance.engine.kv_cache_dtype
     layout = kv_layout(spec, instance.parallel, hardware.architecture, asked).layout

@@ -39,7 +39,7 @@ def explain_instance(
     tables = one.tables
     title = (
         f"{one.model} on {one.hardware}, {describe(one.parallel)}: {' | '.join(batches)} "
-        f"({tables.provenance}, {tables.hardware}/{tables.variant}, {tables.engine})"
+        f"({tables.provenance}, {tables.hardware}/{tables.variant_of(one.model)}, {tables.engine})"
     )
     return found, title
 

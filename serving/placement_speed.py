@@ -8,6 +8,7 @@ from profiler.core.bundle import Bundle, find_bundle, variants
 from profiler.core.errors import ConfigError, ContractError, CoverageError
 from profiler.core.hardware import Hardware
 from profiler.core.naming import variant_name
+from profiler.core.siblings import tables_model
 from profiler.core.types import ModelSpec
 from serving.capacity import default_batched_tokens, default_num_seqs
 from serving.core.shape import StepShape
@@ -21,7 +22,7 @@ class Speed:
     """Of all GPUs of a placement together. reason: why there are no numbers, None where there are.
 
     requests: decoding in the step, all ranks together. decode_step_ms: the step in which each emits a token.
-    prefill_tokens_per_s: in steps of full token budgets of new prompts.
+    prefill_tokens_per_s: in steps of full token budgets of new prompts. tables: the bundle, and what its numbers are.
     """
 
     requests: int = 0
@@ -29,6 +30,7 @@ class Speed:
     decode_tokens_per_s: float | None = None
     prefill_tokens_per_s: float | None = None
     reason: str | None = None
+    tables: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +81,9 @@ def _speed(
         needed = f"{max(per_rank, 1)} are needed"
         return Speed(reason=f"a rank holds {held} requests of {load.context_tokens:,} tokens at once, {needed}")
     lockstep = spec.moe is not None and dp > 1
+    bundle = _bundle(spec, hardware, one, root)
     cost = build_cost(
-        bundle=_bundle(spec, hardware, one, root),
+        bundle=bundle,
         spec=spec,
         parallel=one.parallel if lockstep else replace(one.parallel, dp=1),
         hardware=hardware,
@@ -99,6 +102,7 @@ def _speed(
         decode_step_ms=step_s * 1e3,
         decode_tokens_per_s=per_rank * dp / step_s,
         prefill_tokens_per_s=_prefill_rate(cost, tokens, min(keys, tokens), dp, lockstep),
+        tables=f"{bundle.path.relative_to(root).as_posix()}, {bundle.meta['provenance']}",
     )
 
 
@@ -117,7 +121,8 @@ def _step_ns(cost: TableCost, shape: StepShape, ranks: int) -> int:
 
 
 def _bundle(spec: ModelSpec, hardware: Hardware, one: Placement, root: Path) -> Bundle:
-    there = variants(root, hardware.name, spec.name)
+    owner = tables_model(root, hardware.name, spec)
+    there = variants(root, hardware.name, owner)
     own = variant_name(spec.quantization.weights, one.budget.layout.layout)
-    path = find_bundle(root, hardware.name, spec.name, own if own in there else None)
+    path = find_bundle(root, hardware.name, owner, own if own in there else None)
     return read_degrees(path, spec, one.parallel)

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 _PIPED_WIDTH = 160
 _WIDE = 130
 
-_SPEED_COLUMNS = ("step_requests", "decode_step_ms", "decode_tokens_per_s", "prefill_tokens_per_s", "step_reason")
+_SPEED_NUMBERS = ("decode_step_ms", "decode_tokens_per_s", "prefill_tokens_per_s")
+_SPEED_COLUMNS = ("step_requests", *_SPEED_NUMBERS, "step_tables", "step_reason")
 _COLUMNS = (
     "tp",
     "pp",
@@ -162,9 +163,14 @@ def _row(placement: Placement) -> dict[str, Any]:
 
 
 def _speed(speed: "Speed") -> dict[str, Any]:
-    numbers = {name: getattr(speed, name) for name in _SPEED_COLUMNS[1:4]}
+    numbers = {name: getattr(speed, name) for name in _SPEED_NUMBERS}
     rounded = {name: None if value is None else _round(value) for name, value in numbers.items()}
-    return {"step_requests": speed.requests or None, **rounded, "step_reason": speed.reason}
+    return {
+        "step_requests": speed.requests or None,
+        **rounded,
+        "step_tables": speed.tables,
+        "step_reason": speed.reason,
+    }
 
 
 def _write_json(document: dict[str, Any]) -> None:
@@ -265,7 +271,7 @@ def _print_speeds(rows: list[dict[str, Any]]) -> None:
         return
     from rich.table import Table
 
-    table = Table(title="steps, from measured tables (all GPUs together)", title_justify="left")
+    table = Table(title="steps, all GPUs together", title_justify="left")
     for name in ("tp", "pp", "dp", "ep", "requests", "decode step ms", "decode tok/s", "prefill tok/s"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
@@ -280,6 +286,8 @@ def _print_speeds(rows: list[dict[str, Any]]) -> None:
             )
     if table.row_count:
         _print_table(table)
+    for name in dict.fromkeys(row["step_tables"] for row in rows if row["step_tables"]):
+        print(f"tables: {name}")
     for row in rows:
         if row["step_reason"]:
             print(f"no step of {_spell(row)}: {row['step_reason']}")

@@ -14,13 +14,18 @@ from serving.traces import Trace
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """The bundle that priced a deployment, and where its numbers come from."""
+    """The bundle that priced a deployment, and where its numbers come from. model: whose kernels were timed, which may
+    be another one of the same kernels (profiler.core.siblings)."""
 
     hardware: str
     model: str
     variant: str
     provenance: str
     engine: str
+
+    def variant_of(self, model: str) -> str:
+        """The variant, with its model where that is another one than `model`."""
+        return self.variant if self.model == model else f"{self.variant} of {self.model}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +92,7 @@ class Result:
     itl_ns: the times between the tokens of each request with a token, in order, by trace index; kept on demand.
     extrapolated_lookups: table lookups outside the measured range, only ever above 0 when they were allowed.
     sent: between prefill and decode engines, None without roles.
+    max_concurrency: most requests in flight that the clients allowed, None for any number.
     """
 
     cluster: str
@@ -101,3 +107,4 @@ class Result:
     horizon_ns: int | None
     itl_ns: Mapping[int, Sequence[int]] = field(default_factory=dict)
     sent: Sent | None = None
+    max_concurrency: int | None = None

@@ -37,6 +37,8 @@ def run_lines(figures: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "requests", ", ".join(f"{requests[key]} {key}" for key in ("finished", "rejected", "unfinished"))
     if requests["bad_rows_skipped"]:
         yield "bad rows skipped", f"{requests['bad_rows_skipped']}"
+    if figures["max_concurrency"]:
+        yield "concurrency", f"at most {figures['max_concurrency']:,} requests in flight"
     yield "makespan", f"{figures['makespan_ns'] / NS_PER_S:,.3f} s in {figures['steps']:,} steps"
     yield "request throughput", _rate(figures["requests_per_s"], "requests/s")
     yield "output throughput", _rate(figures["output_tokens_per_s"], "tokens/s")
@@ -73,7 +75,9 @@ def _instance_lines(one: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         rates = [tier["gpu_hit_rate"], tier["host_hit_rate"]]
         found = "nothing asked" if None in rates else f"hits {rates[0]:.1%} in the cache, {rates[1]:.1%} in the host"
         yield "  host memory", f"{tier['host_blocks_per_rank']:,} blocks per rank; {found}"
-    yield "  tables", f"{tables['provenance']}: {tables['hardware']}/{tables['variant']}, {tables['engine']}"
+    owner = tables["model"]
+    kin = "" if owner == one["model"] else f" of {owner}, whose kernels are the same"
+    yield "  tables", f"{tables['provenance']}: {tables['hardware']}/{tables['variant']}{kin}, {tables['engine']}"
 
 
 def _rate(value: float | None, unit: str) -> str:

@@ -95,7 +95,7 @@ def result_columns(job: Job, result: Result) -> dict[str, Any]:
         "preemptions": figures["preemptions"],
         "prefix_hit_tokens": figures["prefix_hit_tokens"],
         "kv_layout": first.kv_layout,
-        "variant": first.tables.variant,
+        "variant": first.tables.variant_of(first.model),
         "provenance": first.tables.provenance,
         "table_engine": first.tables.engine,
         "steps": figures["steps"],

@@ -12,6 +12,7 @@ from profiler.core.errors import ConfigError
 from profiler.core.hardware import load_hardware
 from profiler.core.load import read_mapping, read_text, sha256_of
 from profiler.core.registry import load_model
+from profiler.core.siblings import tables_model
 from serving.pricing import Prices, cost_columns
 from serving.sweeps.executor import Done, run_local, run_ray
 from serving.sweeps.measure import measured, point_columns
@@ -175,7 +176,8 @@ def projections(root: Path, hardware: Sequence[str], models: Sequence[str]) -> d
 def _metas(root: Path, hardware: Sequence[str], models: Sequence[str]) -> Iterator[tuple[str, Path]]:
     for card in hardware:
         for model in models:
-            names = load_hardware(card).name, load_model(model).name
+            gpu = load_hardware(card).name
+            names = gpu, tables_model(root, gpu, load_model(model))
             for variant in variants(root, *names):
                 meta = root.joinpath(*names, variant, "meta.yaml")
                 if meta.is_file():

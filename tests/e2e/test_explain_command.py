@@ -73,10 +73,11 @@ def test_routing_refuses_what_breaks_a_rule(tmp_path: Path) -> None:
     assert "has no experts" in run("routing", "meta-llama/Llama-3.1-8B", "--ep", "8", expect=2).stderr
 
 
-def placements(kv_dtype: str, gpus: int = 8) -> dict[tuple[int, int, int], dict[str, Any]]:
+def placements(
+    kv_dtype: str, gpus: int = 8, model: str = "deepseek-ai/DeepSeek-V3.2-Exp"
+) -> dict[tuple[int, int, int], dict[str, Any]]:
     sizes = ("--gpus", str(gpus), "--max-model-len", "81920", "--pp", "1", "--step-context", "4096")
-    model = ("deepseek-ai/DeepSeek-V3.2-Exp", "--hardware", "H200", "--kv-dtype", kv_dtype)
-    done = run("plan", *model, *sizes, "--format", "json")
+    done = run("plan", model, "--hardware", "H200", "--kv-dtype", kv_dtype, *sizes, "--format", "json")
     return {(row["tp"], row["dp"], row["ep"]): row for row in json.loads(done.stdout)["placements"]}
 
 
@@ -93,3 +94,9 @@ def test_plan_says_which_table_a_placement_lacks() -> None:
     rows = placements("bf16", gpus=16)
     assert rows[8, 2, 16]["decode_tokens_per_s"] > 0
     assert "no table tp16/dense; the bundle has tp1/attention, " in rows[16, 1, 16]["step_reason"]
+
+
+def test_tables_of_a_model_of_the_same_kernels_price_it_and_are_named() -> None:
+    own, kin = placements("bf16"), placements("bf16", model="deepseek-ai/DeepSeek-V3.2")
+    assert own == kin
+    assert kin[1, 8, 8]["step_tables"] == "H200/deepseek-ai/DeepSeek-V3.2-Exp/fp8, measured"
