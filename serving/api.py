@@ -35,6 +35,7 @@ def replay(
     num_reqs: int = 0,
     on_bad_row: OnBadRow = "error",
     horizon_ns: int | None = None,
+    max_concurrency: int | None = None,
     allow_extrapolation: bool = False,
     allow_projected: bool = False,
     seed: int = 0,
@@ -47,16 +48,19 @@ def replay(
 
     cluster, trace: frozen values, or the paths of their files; `overrides` applies to a cluster file, `num_reqs`
     (first rows only, 0 for all) and `on_bad_row` to a trace file. bundle_root: folder of bundles, by default the
-    shipped one. horizon_ns: end of the simulated time, None for no end. allow_extrapolation: price shapes outside the
-    tables too, and count them. allow_projected: take tables that were scaled from another GPU. seed: of the draws of
-    the router, kept with the result. keep_itl: the result keeps every time between
-    two tokens, which the peer's CSV lists.
+    shipped one. horizon_ns: end of the simulated time, None for no end. max_concurrency: most requests in flight, as
+    clients keep it that send the next one when one is done; a request that has to wait arrives then.
+    allow_extrapolation: price shapes outside the tables too, and count them. allow_projected: take tables that were
+    scaled from another GPU. seed: of the draws of the router, kept with the result. keep_itl: the result keeps every
+    time between two tokens, which the peer's CSV lists.
     wrap_cost: puts something in front of every group's cost, to see the steps that it prices. watches: look on.
     progress(requests done, requests, simulated ns) is called after every step.
 
     Everything is checked before the first step. Raises ConfigError, CoverageError, ContractError or CapacityError
     (profiler.core.errors); a shape outside the tables raises CoverageError from within the run.
     """
+    if max_concurrency is not None and max_concurrency < 1:
+        raise ConfigError(f"max_concurrency is {max_concurrency}; at least one request must be in flight")
     cluster = cluster if isinstance(cluster, Cluster) else load_cluster(Path(cluster), overrides)
     deployed = _deploy_all(
         cluster, Path(bundle_root) if bundle_root else default_bundle_root(), allow_extrapolation, allow_projected
@@ -102,10 +106,20 @@ def replay(
             horizon_ns=horizon_ns,
             observe=seen,
             advance=before,
+            max_concurrency=max_concurrency,
         )
         sent = Sent(traffic, wire, deployed[0].kv.bytes_per_token, source)
     else:
-        run(groups, requests, route, log, horizon_ns=horizon_ns, observe=seen, advance=before)
+        run(
+            groups,
+            requests,
+            route,
+            log,
+            horizon_ns=horizon_ns,
+            observe=seen,
+            advance=before,
+            max_concurrency=max_concurrency,
+        )
     for watch in watches:
         watch.close()
     return Result(
@@ -121,6 +135,7 @@ def replay(
         horizon_ns=horizon_ns,
         itl_ns=log.itl_ns,
         sent=sent,
+        max_concurrency=max_concurrency,
     )
 
 

@@ -72,7 +72,7 @@ def bench_result(result: Result, *, goals: Mapping[str, float] | None = None, de
         "num_prompts": len(pairs),
         "request_rate": "inf",
         "burstiness": 1.0,
-        "max_concurrency": None,
+        "max_concurrency": result.max_concurrency,
         "duration": duration_s,
         "completed": len(done),
         "failed": len(pairs) - len(done),

@@ -99,6 +99,7 @@ def summary(result: Result) -> dict[str, Any]:
         "trace_format": result.trace.format,
         "seed": result.seed,
         "horizon_ns": result.horizon_ns,
+        "max_concurrency": result.max_concurrency,
         "requests": {
             "total": len(pairs),
             "finished": outcomes["finished"],

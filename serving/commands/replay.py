@@ -27,6 +27,11 @@ _STEPS_PER_UPDATE = 50
     "--output", "output_path", type=_FILE, required=True, help="CSV to write; <output>.summary.json beside it."
 )
 @click.option("--num-reqs", type=click.IntRange(min=0), default=0, help="Only the first rows of the trace; 0 for all.")
+@click.option(
+    "--max-concurrency",
+    type=_COUNT,
+    help="Most requests in flight: the next one arrives when one is done, as in `vllm bench serve`.",
+)
 @click.option("--max-num-seqs", type=_COUNT, help="Running requests per engine.")
 @click.option("--max-num-batched-tokens", type=_COUNT, help="Tokens per step and engine.")
 @click.option("--long-prefill-token-threshold", type=click.IntRange(min=0), help="Longest prefill chunk; 0 for no cut.")
@@ -67,6 +72,7 @@ def command(
     trace_path: Path,
     output_path: Path,
     num_reqs: int,
+    max_concurrency: int | None,
     max_num_seqs: int | None,
     max_num_batched_tokens: int | None,
     long_prefill_token_threshold: int | None,
@@ -131,6 +137,7 @@ def command(
             num_reqs=num_reqs,
             on_bad_row=on_bad_row,
             horizon_ns=None if horizon_s is None else round(horizon_s * NS_PER_S),
+            max_concurrency=max_concurrency,
             allow_extrapolation=allow_extrapolation,
             allow_projected=allow_projected,
             seed=seed,

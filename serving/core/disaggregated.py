@@ -18,6 +18,7 @@ from serving.core.engine import Engine, Group
 from serving.core.loop import Router, record_all, release
 from serving.core.request import Request
 from serving.core.runlog import RunLog
+from serving.core.window import Window
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,12 +101,14 @@ def run_disaggregated(
     horizon_ns: int | None = None,
     observe: Callable[[int, Group], None] | None = None,
     advance: Callable[[int], None] | None = None,
+    max_concurrency: int | None = None,
 ) -> Traffic:
     """Replay `requests`, given in order of arrival_ns, and record every one of them in `log`.
 
-    Engines of `prefill` have schedulers that keep finished requests. Requests, sessions, horizon, observe and advance
-    as in serving.core.loop.run. A request that some decode engine could never run is rejected on arrival. Events at
-    equal times: arrivals, released calls by index, transfers in order of admission, step ends by group, prefill first.
+    Engines of `prefill` have schedulers that keep finished requests. Requests, sessions, horizon, observe, advance and
+    max_concurrency as in serving.core.loop.run. A request that some decode engine could never run is rejected on
+    arrival. Events at equal times: arrivals, released calls by index, transfers in order of admission, step ends by
+    group, prefill first.
     queued_ns, scheduled_ns and prefix_hit_tokens of the records are those of the prefill engine, engine_index is the
     decode engine's.
     """
@@ -123,6 +126,7 @@ def run_disaggregated(
     arrivals = iter(requests)
     arriving = next(arrivals, None)
     released: list[tuple[int, int, Request]] = []
+    window = Window(max_concurrency)
     last_arrival_ns = 0
 
     def wake(number: int, now_ns: int) -> None:
@@ -135,6 +139,7 @@ def run_disaggregated(
     def leave(request: Request, now_ns: int) -> None:
         del alive[request.index]
         log.record(request)
+        window.leave(now_ns, released)
         if request.following is not None:
             release(request, now_ns, released, log)
 
@@ -182,6 +187,8 @@ def run_disaggregated(
                     request = heapq.heappop(released)[2]
                 else:
                     break
+                if not window.admits(request):
+                    continue
                 prompt = _prompt_of(request)
                 alive[request.index] = prompt, request
                 if not all(engine.scheduler.can_ever_run(request) for engine in targets):
@@ -216,7 +223,7 @@ def run_disaggregated(
         if request.engine_index < 0:
             request.engine_index = prompt.engine_index
         record_all(request, log)
-    for *_, call in sorted(released):
+    for call in [*(call for *_, call in sorted(released)), *window.held()]:
         record_all(call, log)
     while arriving is not None:
         record_all(arriving, log)

@@ -9,6 +9,7 @@ from serving.core.engine import Engine, Group
 from serving.core.pipeline import PipelineGroup
 from serving.core.request import Request
 from serving.core.runlog import RunLog
+from serving.core.window import Window
 
 
 class Router(Protocol):
@@ -30,9 +31,11 @@ def run(
     horizon_ns: int | None = None,
     observe: Observer | None = None,
     advance: Callable[[int], None] | None = None,
+    max_concurrency: int | None = None,
 ) -> None:
     """Replay `requests`, given in order of arrival_ns, and record every one of them in `log`.
 
+    max_concurrency: most requests in flight; the others arrive, in order, when one leaves (serving.core.window).
     The calls of a session come as the first of them, each with the next as its `following`: a call is released
     `tool_duration_ns` after the one before it has finished, and all that follow a rejected call are rejected with it.
     Events at equal times: arrivals in the order given, then released calls by index, then step ends by group; a call
@@ -52,6 +55,7 @@ def run(
     arrivals = iter(requests)
     arriving = next(arrivals, None)
     released: list[tuple[int, int, Request]] = []
+    window = Window(max_concurrency)
     next_ns = _next_ns(arriving, released)
     now_ns = 0
     while step_ends or next_ns != inf:
@@ -70,6 +74,8 @@ def run(
                 else:
                     request = heapq.heappop(released)[2]
                 next_ns = _next_ns(arriving, released)
+                if not window.admits(request):
+                    continue
                 position = route(engines, request)
                 engines[position].submit(request)
                 alive[request.index] = request
@@ -98,12 +104,13 @@ def run(
             for request in left:
                 del alive[request.index]
                 log.record(request)
+                window.leave(now_ns, released)
                 if request.following is not None:
                     release(request, now_ns, released, log)
-                    next_ns = _next_ns(arriving, released)
+            next_ns = _next_ns(arriving, released)
             left.clear()
 
-    for request in [*alive.values(), *(call for *_, call in sorted(released))]:
+    for request in [*alive.values(), *(call for *_, call in sorted(released)), *window.held()]:
         record_all(request, log)
     while arriving is not None:
         record_all(arriving, log)

@@ -144,6 +144,21 @@ def test_limits_of_the_command_line_take_effect(bundles, tmp_path):
     assert figures["instances"][0]["long_prefill_token_threshold"] == 256
 
 
+def test_clients_that_wait_keep_one_request_in_flight(bundles, tmp_path):
+    trace = trace_of(tmp_path, *((300, 5, 0) for _ in range(6)))
+    bench = tmp_path / "bench.json"
+    done = replay(bundles, tmp_path / "run.csv", *LIMITS, "--max-concurrency", 1, "--bench-json", bench, trace=trace)
+    assert done.returncode == 0, done.stderr
+    assert "at most 1 requests in flight" in done.stdout
+    rows = rows_of(tmp_path / "run.csv")
+    ends = [int(row["finish_ns"]) for row in rows]
+    assert [int(row["arrival_ns"]) for row in rows] == [0, *ends[:-1]]
+    found = json.loads(bench.read_text())
+    assert (found["max_concurrency"], found["max_concurrent_requests"]) == (1, 1)
+    assert json.loads((tmp_path / "run.csv.summary.json").read_text())["max_concurrency"] == 1
+    assert replay(bundles, tmp_path / "run.csv", *LIMITS, "--max-concurrency", 0, trace=trace).returncode == 2
+
+
 def test_rejected_unfinished_and_skipped_are_counted_and_the_run_ends(bundles, tmp_path):
     trace = trace_of(tmp_path, (64, 4, 0), (64, 0, 0), (900, 10, 5), (64, 4, 10), (64, 10, 10**15))
     cluster = cluster_of(tmp_path, num_gpu_blocks=9)

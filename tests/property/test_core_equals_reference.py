@@ -37,6 +37,7 @@ class Case:
     policy: str = "fcfs"
     asynchronous: bool = False
     horizon_ns: int | None = None
+    max_concurrency: int | None = None
     sessions: tuple[tuple[int, int] | None, ...] = ()
 
     def of_session(self):
@@ -90,6 +91,7 @@ def cases(draw):
         policy=policy,
         asynchronous=draw(st.booleans()),
         horizon_ns=draw(st.sampled_from([None, None, None, 3_000, 20_000])),
+        max_concurrency=draw(st.sampled_from([None, None, 1, 2, 3, 5])),
         sessions=tuple(draw(st.lists(st.none() | st.tuples(st.integers(0, 2), SOME_NS), max_size=14))),
     )
 
@@ -130,6 +132,7 @@ def of_core(case):
         create_router(case.router),
         log,
         horizon_ns=case.horizon_ns,
+        max_concurrency=case.max_concurrency,
         observe=lambda now, _: ends.append(now),
     )
     return [log.records[i] for i in range(len(requests))], cost.seen, ends, log
@@ -156,6 +159,7 @@ def of_reference(case):
         in_sessions(requests, case.of_session()),
         create_router(case.router),
         horizon_ns=case.horizon_ns,
+        max_concurrency=case.max_concurrency,
         observe=lambda now, _: ends.append(now),
     )
     return requests, cost.seen, ends

@@ -82,7 +82,7 @@ def cases(draw):
     return rows, *own, wire, draw(st.sampled_from(known_routers())), draw(st.sampled_from([None, None, 8_000]))
 
 
-def play(rows, prefill, decode, wire, router, horizon_ns=None, observe=None, costs=(None, None)):
+def play(rows, prefill, decode, wire, router, horizon_ns=None, observe=None, costs=(None, None), most=None):
     sources = prefill.groups(0, keeps=True, cost=costs[0])
     targets = decode.groups(prefill.ranks, cost=costs[1])
     requests = []
@@ -92,7 +92,7 @@ def play(rows, prefill, decode, wire, router, horizon_ns=None, observe=None, cos
     log = RunLog()
     traffic = run_disaggregated(
         sources, targets, requests, create_router(router), create_router(router), wire, log,
-        horizon_ns=horizon_ns, observe=observe,
+        horizon_ns=horizon_ns, observe=observe, max_concurrency=most,
     )  # fmt: skip
     return [log.records[i] for i in range(len(rows))], sources, targets, traffic, log
 
@@ -220,3 +220,17 @@ def test_what_the_decode_engine_has_cached_is_not_sent():
 def test_what_the_decode_engine_can_never_run_is_rejected_on_arrival(prompt, out):
     records, *_ = play([(7, prompt, out, 0)], AMPLE, AMPLE, Wire(40, 2.0, 100), "round_robin")
     assert (records[0].outcome, records[0].queued_ns, records[0].engine_index) == ("rejected", 7, -1)
+
+
+@settings(deadline=None, max_examples=100)
+@given(cases(), st.integers(1, 4))
+def test_no_more_in_flight_than_clients_allow(case, most):
+    rows = case[0]
+    records, *_ = play(*case, most=most)
+    assert len(records) == len(rows)
+    spans = [(one.arrival_ns, one.finish_ns) for one in records if one.outcome == "finished"]
+    for begin, _ in spans:
+        assert sum(other <= begin < end for other, end in spans) <= most
+    assert all(one.arrival_ns is None or one.arrival_ns >= at for one, (at, *_) in zip(records, rows, strict=True))
+    if case[5] is None:
+        assert {one.outcome for one in records} <= {"finished", "rejected"}

@@ -5,6 +5,8 @@ from collections.abc import Callable, Sequence
 from reference.engine import Engine, Group
 from reference.request import Request
 
+NEVER = -1
+
 
 def run(
     groups: Sequence[Group],
@@ -13,12 +15,32 @@ def run(
     *,
     horizon_ns: int | None = None,
     observe: Callable[[int, Group], None] | None = None,
+    max_concurrency: int | None = None,
 ) -> None:
     """Replay `requests`, sorted by arrival_ns; what has not finished by `horizon_ns` stays unfinished.
 
     A call of a session follows the one before it: it arrives its tool's duration after that one's last token, behind
-    the requests of that instant that came by themselves. All calls after a rejected one are rejected.
+    the requests of that instant that came by themselves. All calls after a rejected one are rejected. What would be one
+    more than `max_concurrency` in flight is held, and arrives in turn when one leaves, like a call.
     """
+    held: list[Request] = []
+    try:
+        _run(groups, requests, route, horizon_ns, observe, max_concurrency, held)
+    finally:
+        for request in held:
+            request.arrival_ns = NEVER
+
+
+def _run(
+    groups: Sequence[Group],
+    requests: Sequence[Request],
+    route: Callable[[Sequence[Engine], Request], int],
+    horizon_ns: int | None,
+    observe: Callable[[int, Group], None] | None,
+    max_concurrency: int | None,
+    held: list[Request],
+) -> None:
+    going: list[Request] = []
     engines = [engine for group in groups for engine in group.engines]
     group_of = [number for number, group in enumerate(groups) for _ in group.engines]
     ends: dict[int, int] = {}
@@ -39,6 +61,11 @@ def run(
             waiting = [request for request in waiting if request not in together]
             calls = [call for call in calls if call not in together]
             for request in together:
+                if max_concurrency is not None and not any(one is request for one in going):
+                    if len(going) >= max_concurrency:
+                        held.append(request)
+                        continue
+                    going.append(request)
                 position = route(engines, request)
                 engines[position].submit(request)
                 woken.add(group_of[position])
@@ -56,6 +83,13 @@ def run(
         for number, duration_ns in durations.items():
             if duration_ns is not None:
                 ends[number] = now_ns + duration_ns
+        for gone in [request for request in going if request.outcome != "unfinished"]:
+            going.remove(gone)
+            if held:
+                nxt = held.pop(0)
+                nxt.arrival_ns = now_ns
+                going.append(nxt)
+                calls.append(nxt)
         left = [request for request in followed if request.outcome != "unfinished"]
         followed = [request for request in followed if request not in left]
         while left:

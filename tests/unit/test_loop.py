@@ -196,3 +196,34 @@ def test_calls_released_at_one_time_arrive_by_index_behind_requests_of_that_time
     records, _ = replay([group(engine(i, limits=WIDE), cost=FLAT) for i in range(3)], own)
     assert [record.arrival_ns for record in records] == [0, 3_000, 0, 3_000, 3_000]
     assert [record.engine_index for record in records] == [0, 0, 1, 1, 2]
+
+
+def test_one_request_at_a_time_arrives_when_the_one_before_is_done():
+    """Steps of 1,000 ns, one token each: arrivals at the ends of those before, latencies without any waiting."""
+    records, _ = replay(
+        [group(engine(limits=WIDE), cost=FLAT)],
+        [request(0, output=3), request(1, output=2, arrival_ns=10), request(2, output=1, arrival_ns=9_000)],
+        max_concurrency=1,
+    )
+    assert [(one.arrival_ns, one.first_token_ns, one.finish_ns) for one in records] == [
+        (0, 1_000, 3_000),
+        (3_000, 4_000, 5_000),
+        (9_000, 10_000, 10_000),
+    ]
+
+
+def test_rejected_requests_free_their_places_and_the_held_ones_never_arrive():
+    records, _ = replay(
+        [group(engine(limits=WIDE), cost=FLAT)],
+        [request(0, prompt=9_000), request(1, output=4), request(2, output=1)],
+        max_concurrency=1,
+        horizon_ns=2_500,
+    )
+    assert [one.outcome for one in records] == ["rejected", "unfinished", "unfinished"]
+    assert [one.arrival_ns for one in records] == [0, 0, None]
+
+
+def test_calls_of_sessions_take_places_too():
+    own = in_sessions([request(0, output=2), request(1, output=2), request(2, output=2)], [(0, 0), (0, 500), None])
+    records, _ = replay([group(engine(limits=WIDE), cost=FLAT)], own, max_concurrency=1)
+    assert [one.arrival_ns for one in records] == [0, 4_000, 2_000], "the other one was there before the second call"
