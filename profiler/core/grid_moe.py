@@ -2,6 +2,7 @@
 
 import math
 from bisect import bisect_left
+from itertools import accumulate
 
 from profiler.core.bundle import Table
 from profiler.core.errors import CoverageError
@@ -25,11 +26,11 @@ def natural_experts(local_experts: float, local_pairs: float) -> float:
 def moe_grid(table: Table, name: str, ep: int, local_experts: int, outside: Outside) -> Grid:
     """The experts of the slice measured at `ep`: a grid over local pairs and activated experts.
 
-    One row per token count, over the experts that its draws reached. Reading no expert costs nothing, which is the
-    first point of each row; above the most experts of a row its time grows in proportion, as reading weights does,
-    by at most 15 %. What few experts cost at many pairs, which uneven draws were measured for at some token counts, the
-    rows between have from these (`_few_experts`). Below the smallest pair count the first row answers. Raises
-    CoverageError when no row has this ep.
+    One row per token count (`_places`), over the experts that its draws reached. Reading no expert costs nothing, which
+    is the first point of each row; above the most experts of a row its time grows in proportion, as reading weights
+    does, by at most 15 %. What few experts cost at many pairs, which uneven draws were measured for at some token
+    counts, the rows between have from these (`_few_experts`). Below the smallest pair count the first row answers.
+    Raises CoverageError when no row has this ep.
     """
     columns = table.columns
     rows: dict[int, list[tuple[float, float, float]]] = {}
@@ -51,7 +52,9 @@ def moe_grid(table: Table, name: str, ep: int, local_experts: int, outside: Outs
             f"Measure them with: {outside.command} --ep {ep}"
         )
     points: list[tuple[float, float, float]] = []
-    for x, row in _few_experts(_by_pairs(rows), _uneven(rows)).items():
+    places = _places(rows, ep)
+    lines = _few_experts(_by_pairs(rows, places), _uneven(rows, places))
+    for x, row in _up_to_usual(lines, local_experts).items():
         at = (x, 0.0) if not points else (x,)
         for pairs in at:
             points += [(pairs, 0.0, 0.0), *((pairs, experts, time) for experts, time in row)]
@@ -70,14 +73,40 @@ def moe_grid(table: Table, name: str, ep: int, local_experts: int, outside: Outs
     return make_grid(("local_pairs", "activated_experts"), points, equal_fill, outside, place)
 
 
-def _uneven(rows: dict[int, list[tuple[float, float, float]]]) -> dict[float, tuple[float, float]]:
-    """(experts, time) of the draw that reaches fewest experts, by pairs, where it has as many as the most even one."""
+def _places(rows: dict[int, list[tuple[float, float, float]]], ep: int) -> dict[int, float]:
+    """The pairs at which the row of every token count stands: those of its most even draw, which reaches most experts.
+
+    Draws scatter, and the kernel goes by the tokens: a quarter of DeepSeek-V3.2's experts drew 127 pairs for 64 tokens
+    and 124 for 65, behind which tiles are larger (625 and 739 us on an H200). Rows that would not be in the order of
+    their tokens therefore stand at the pairs that so many tokens have on average, tokens x topk / ep, and so does the
+    last one, lest an even load of as many tokens lie outside the table.
+    """
+    found = {tokens: max(row)[1] for tokens, row in sorted(rows.items())}
+    last = max(found)
+    topk = max(1, round(ep * found[last] / last))
+    found[last] = last * topk / ep
+    moved = {last}
+    while True:
+        most = list(accumulate(found.values(), max))
+        fewest = list(accumulate(reversed(found.values()), min))[::-1]
+        wrong = {n for n, high, low in zip(found, most, fewest, strict=True) if not low == found[n] == high}
+        if wrong <= moved:
+            return found
+        found |= {tokens: tokens * topk / ep for tokens in wrong}
+        moved |= wrong
+
+
+def _uneven(
+    rows: dict[int, list[tuple[float, float, float]]], places: dict[int, float]
+) -> dict[float, tuple[float, float]]:
+    """(experts, time) of the draw that reaches fewest experts, by the place of its row, where it has as many pairs as
+    the most even one."""
     found = {}
-    for row in rows.values():
+    for tokens, row in rows.items():
         most, pairs, _ = max(row)
         experts, own_pairs, time = min(row)
         if own_pairs == pairs and experts < most:
-            found[pairs] = experts, time
+            found[places[tokens]] = experts, time
     return found
 
 
@@ -112,17 +141,36 @@ def _few_experts(
     return found
 
 
-def _by_pairs(rows: dict[int, list[tuple[float, float, float]]]) -> dict[float, list[tuple[float, float]]]:
-    """Rows keyed by their local pairs, with (experts, time) ascending.
+def _up_to_usual(
+    rows: dict[float, list[tuple[float, float]]], local_experts: int
+) -> dict[float, list[tuple[float, float]]]:
+    """Rows by pairs; one whose draw reached far fewer experts than so many pairs do on average, as small draws may, has
+    a point of that many too, on the line through the next draws around it that reached fewer and as many."""
+    even = [row[-1] for row in rows.values()]
+    found = dict(rows)
+    for i, (x, row) in enumerate(rows.items()):
+        (most, time), usual = even[i], natural_experts(local_experts, x)
+        if most * _EXPERT_MARGIN >= usual:
+            continue
+        fewer = next((one for one in reversed(even[:i]) if one[0] < usual), (0.0, 0.0))
+        more = next((one for one in even[i + 1 :] if one[0] >= usual), None)
+        if more is not None:
+            beside = fewer[1] + (more[1] - fewer[1]) * (usual - fewer[0]) / (more[0] - fewer[0])
+            found[x] = [*row, (usual, max(time, beside))]
+    return found
 
-    The row of a token count stands at the pairs of its most even draw, the one that reaches most experts. Token counts
-    that stand at the same pairs, which happens when a slice hardly sees a token, are averaged.
+
+def _by_pairs(
+    rows: dict[int, list[tuple[float, float, float]]], places: dict[int, float]
+) -> dict[float, list[tuple[float, float]]]:
+    """Rows keyed by their place, with (experts, time) ascending.
+
+    Token counts that stand at the same pairs, which happens when a slice hardly sees a token, are averaged.
     """
     merged: dict[float, dict[float, list[float]]] = {}
-    for row in rows.values():
-        _, x, _ = max(row)
+    for tokens, row in rows.items():
         for experts, _, time in row:
-            merged.setdefault(x, {}).setdefault(experts, []).append(time)
+            merged.setdefault(places[tokens], {}).setdefault(experts, []).append(time)
     return {
         x: [(experts, sum(times) / len(times)) for experts, times in sorted(points.items())]
         for x, points in sorted(merged.items())

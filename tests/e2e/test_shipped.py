@@ -15,6 +15,9 @@ import pytest
 
 from profiler.core.bundle import read_bundle
 from profiler.core.errors import ContractError
+from profiler.core.even_load import activated_experts, local_pairs
+from profiler.core.grid import Outside
+from profiler.core.grid_moe import moe_grid
 from profiler.core.hardware import load_hardware
 from profiler.core.kv import kv_layout
 from profiler.core.paths import data_root, default_bundle_root
@@ -92,6 +95,22 @@ def test_a_measured_bundle_prices_every_component_of_its_model(path: Path) -> No
         short = StepShape(((1000, 0), (600, 300)), 0, 0, 0, 0, 2)
         for shape in (decode, mixed, short):
             assert cost.step_ns([shape] * parallel.dp) > 0
+
+
+@pytest.mark.parametrize(**named(SERVED))
+def test_an_even_load_of_any_number_of_tokens_is_inside_the_tables_of_experts(path: Path) -> None:
+    bundle = read_bundle(path)
+    moe = load_model(str(bundle.meta["model"])).moe
+    for (tp, category), table in bundle.tables.items():
+        if category != "moe" or moe is None:
+            continue
+        most: dict[int, int] = {}
+        for ep, tokens in zip(table.columns["ep"], table.columns["tokens"], strict=True):
+            most[int(ep)] = max(most.get(int(ep), 0), int(tokens))
+        for ep, last in most.items():
+            grid = moe_grid(table, "experts", ep, moe.num_experts // ep, Outside(f"tp{tp} ep {ep}", "-"))
+            for tokens in (*range(1, 513), *range(513, last, 1_021), last):
+                assert grid.at(local_pairs(moe, ep, tokens), activated_experts(moe, ep, tokens)) > 0
 
 
 @pytest.mark.parametrize(**named(REPLAYED))

@@ -245,6 +245,34 @@ def test_a_draw_of_other_pairs_tells_nothing_of_other_rows() -> None:
         assert grids[0].at(pairs, 4) == grids[1].at(pairs, 4)
 
 
+def test_rows_of_draws_stand_in_the_order_of_their_tokens() -> None:
+    """A larger batch may draw fewer pairs, and larger tiles take longer: 64 and 65 tokens, as measured."""
+    draws = [
+        (48, 50, 96, 557.0),
+        (64, 56, 127, 625.5),
+        (65, 57, 124, 739.1),
+        (96, 62, 186, 806.9),
+        (97, 61, 206, 790.3),
+    ]
+    rows = [("experts", 4, tokens, experts, pairs, us, 0) for tokens, experts, pairs, us in draws]
+    grid = moe_grid(make_table("moe", rows), "experts", 4, 64, outside())
+    assert grid.at(128, 56) == pytest.approx(625.5)
+    assert grid.at(130, 57) == pytest.approx(739.1)
+    assert 557 < grid.at(2 * 60, 55) < 625.5, "below the larger tiles"
+    assert grid.at(194, 61) == pytest.approx(790.3), "the last row stands where an even load of its tokens does"
+
+
+def test_a_draw_of_few_experts_does_not_hide_what_its_neighbours_say() -> None:
+    """Five pairs reach 4.7 of 32 experts on average; the one draw of five that was measured reached three."""
+    draws = [(4, 4, 80.6), (5, 3, 73.6), (8, 7, 104.6), (64, 31, 429.6)]
+    rows = [("experts", 8, tokens, experts, tokens, us, 0) for tokens, experts, us in draws]
+    grid = moe_grid(make_table("moe", rows), "experts", 8, 32, outside())
+    usual = natural_experts(32, 5)
+    assert grid.at(5, 3) == pytest.approx(73.6), "measured"
+    assert grid.at(5, usual) == pytest.approx(80.6 + (104.6 - 80.6) * (usual - 4) / 3)
+    assert grid.at(6, natural_experts(32, 6)) < 104.6
+
+
 def test_the_corner_of_a_triangular_table_is_inside() -> None:
     """Chunk + context up to 2048: the last cell has one point on its far side. Linear functions stay exact."""
     points = [(x, y, 3.0 + 2 * x + 5 * y) for x in (512.0, 1024.0, 2048.0) for y in (0.0, 512.0, 1024.0, 1536.0)]
