@@ -141,3 +141,42 @@ def test_m3_holds_no_more_kv_at_tp8_than_at_tp4() -> None:
     spec = load_model("MiniMaxAI/MiniMax-M3")
     sizes = [kv_layout(spec, Parallel(tp=tp, ep=tp), "sm90", "bf16").bytes_per_token for tp in (4, 8)]
     assert sizes == [45312, 45312]
+
+
+# What vLLM 0.24.0 gave with --tensor-parallel-size=8 on 8 x H200, at most 512 requests in flight: prompt and output
+# tokens, requests and their rate; total tokens per second, mean TTFT, ITL and latency; bounds of the errors.
+GLM52 = {
+    "balanced": ((8204, 1024, 1000, 1000.0), (5481.90, 592.316, 57.86, 651.51), (0.04, 0.02, 0.08, 0.02)),
+    "short": ((1036, 128, 1000, 1000.0), (13196.90, 19.596, 164.92, 40.54), (0.15, 0.11, 0.17, 0.14)),
+    "long": ((32012, 100, 100, 1.0), (10513.68, 106.054, 262.10, 132.00), (0.14, 0.20, 0.23, 0.20)),
+    "generation": ((1012, 2000, 200, 1.0), (2268.18, 0.23663, 42.01, 84.22), (0.03, 0.45, 0.18, 0.18)),
+}
+
+
+@pytest.mark.parametrize("name", GLM52)
+def test_glm52_at_tp8_comes_out_of_the_tables_of_glm5(tmp_path: Path, name: str) -> None:
+    (prompt, output, requests, rate), public, bounds = GLM52[name]
+    trace = tmp_path / "trace.jsonl"
+    rows = (
+        {"input_toks": prompt, "output_toks": output, "arrival_time_ns": int(i * 1e9 / rate)} for i in range(requests)
+    )
+    trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    loaded = load_cluster(CLUSTERS / "h200-8x-glm-5.2-fp8-tp8.yaml")
+    (instance,) = loaded.instances
+    changed = replace(instance, engine=replace(instance.engine, max_num_seqs=1024))
+    result = replay(
+        Cluster(loaded.name, loaded.router, (changed,)),
+        trace,
+        allow_extrapolation=True,
+        keep_itl=True,
+        max_concurrency=512,
+    )
+    found = bench_result(result)
+    ours = [
+        found["total_token_throughput"],
+        found["mean_ttft_ms"] / 1e3,
+        found["mean_itl_ms"],
+        found["mean_e2el_ms"] / 1e3,
+    ]
+    for value, there, bound in zip(ours, public, bounds, strict=True):
+        assert abs(value / there - 1) < bound
