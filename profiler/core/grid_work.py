@@ -9,10 +9,15 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from itertools import pairwise
 from typing import Protocol
 
 # Points that follow a curve between two bends: chords of a square then deviate by 6 % of its rise at most.
 _ON_A_CURVE = 1
+
+
+# (share of the slots that are taken, time), ascending.
+Curve = tuple[tuple[float, float], ...]
 
 
 class PrefillWork(Protocol):
@@ -53,6 +58,23 @@ def first_free(tiles: Iterable[tuple[int, float]], slots: int) -> float:
                 heappush(ends, end)
             last = max(last, end)
     return last
+
+
+def in_waves(tiles: float, slots: int, first: Curve, later: Curve) -> float:
+    """What equal tiles take, in waves that fill every slot.
+
+    Fewer tiles than slots are each faster than in a full wave: first and later have a wave's time against the share of
+    the slots that it takes, where it is the first one and where it begins as others end. Points of a curve ascend; of
+    two at one share the first one holds there, the second behind it.
+    """
+    whole, rest = divmod(tiles, slots)
+    if not rest:
+        return whole
+    share = rest / slots
+    for (x0, y0), (x1, y1) in pairwise(later if whole else first):
+        if share <= x1:
+            return whole + y0 + (y1 - y0) * (share - x0) / (x1 - x0)
+    return whole + 1.0
 
 
 @dataclass(frozen=True, slots=True)

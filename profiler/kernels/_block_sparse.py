@@ -6,7 +6,7 @@ multiprocessor wait for the first that is free (measured on an H200: 128 and 256
 take 6.7 and 6.3 ms, 512 tiles 13.1 ms). So short chunks behind long contexts cost as much as long ones.
 
 The top-k of decodes splits a row of blocks into as many parts as fill the card, a power of two that falls as requests
-come; each part is sorted 64 blocks at a time.
+come; each part is sorted 64 blocks at a time. Sparse attention of decodes splits the picks of a query likewise.
 """
 
 import math
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
 
-from profiler.core.grid_work import first_free
+from profiler.core.grid_work import Work, first_free, in_waves
 from profiler.core.launch import Launched, Prefill
 
 # _index_block_score_kernel: BLOCK_SIZE_Q queries, pages of BLOCK_SIZE_K keys.
@@ -26,6 +26,16 @@ _TILE: Final = 2.0
 # minimax_m3_index_decode: TOPK_TARGET_GRID and MAX_NUM_TOPK_CHUNKS.
 _TOPK_GRID: Final = 64
 _MOST_PARTS: Final = 16
+# minimax_m3_sparse_attn_decode: TARGET_GRID.
+_PICKS_GRID: Final = 256
+# A wave of tiles over picks against the share of the slots that it takes: up to half of them each tile has a
+# multiprocessor of its own. Fitted on four tables of an H200 (tp 1, 2, 4 and 8), of a chunk and of decodes; and what a
+# wave of the decodes' grid costs whatever it reads, in keys.
+_CHUNK_FIRST: Final = ((0.0, 0.5), (0.5, 0.7), (0.5, 0.8), (1.0, 1.0))
+_CHUNK_LATER: Final = ((0.0, 0.7), (1.0, 1.0))
+_DECODE_FIRST: Final = ((0.0, 0.3), (0.5, 0.58), (0.5, 0.68), (1.0, 1.0))
+_DECODE_LATER: Final = ((0.0, 0.4), (1.0, 1.0))
+_GRID_KEYS: Final = 50.0
 # What a part sorts at a time: of those that the kernel tunes itself over, the one it chose at 32,768 tokens (H200).
 _SORTED_BLOCKS: Final = 64
 # Behind so many sorts one more is taken to come gradually.
@@ -121,6 +131,51 @@ class TopkWork:
         step = self._sorted * self._parts(requests)
         for end in range(step, _NEAR * step + 1, step):
             yield from (end, end + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class PicksWork:
+    """Sparse attention over selected blocks, in keys. heads: key-value heads of one rank.
+
+    A chunk has a tile for each query and head, which reads its picks one after the other. Decodes divide the picks of
+    each into parts, as many as fit a fixed grid: 64 requests of one head are 256 tiles of four picks, 66 are 132 of
+    eight.
+    """
+
+    sm_count: int
+    heads: int
+    block_tokens: int
+    cap_keys: int
+
+    def prefill(self, chunk: float, context: float) -> float:
+        slots = RESIDENT * self.sm_count
+        keys = Work(cap_keys=self.cap_keys).prefill(chunk, context) / chunk
+        return keys * in_waves(chunk * self.heads, slots, _CHUNK_FIRST, _CHUNK_LATER)
+
+    def decode(self, requests: float, keys: float) -> float:
+        slots, of_part = RESIDENT * self.sm_count, self._part_keys(requests)
+        keys = min(keys, self.cap_keys)
+        tiles = requests * self.heads * math.ceil(keys / of_part)
+        grid = requests * self.heads * math.ceil(self.cap_keys / of_part)
+        return min(keys, of_part) * in_waves(tiles, slots, _DECODE_FIRST, _DECODE_LATER) + _GRID_KEYS * grid / slots
+
+    def _part_keys(self, requests: float) -> int:
+        picks = self.cap_keys // self.block_tokens
+        most = max(1, min(picks, int(_PICKS_GRID // max(1.0, requests * self.heads))))
+        return math.ceil(picks / (1 << (most.bit_length() - 1))) * self.block_tokens
+
+    def bends(self, chunk: int, last_context: float) -> Iterator[float]:
+        yield from Work(cap_keys=self.cap_keys).bends(chunk, last_context)
+
+    def straight_until(self, chunk: int) -> float:
+        return math.inf
+
+    def decode_bends(self, requests: int, last_keys: float) -> Iterator[float]:
+        """The last number of keys of each part, and the first of the next."""
+        step = self._part_keys(requests)
+        for end in range(step, self.cap_keys, step):
+            yield from (end, end + 1)
+        yield self.cap_keys
 
 
 def _sorts_up_to(keys: float, step: int) -> float:

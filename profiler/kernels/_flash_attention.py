@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
 
-from profiler.core.grid_work import Work, first_free
+from profiler.core.grid_work import Work, first_free, in_waves
 from profiler.core.launch import Decodes, Launched, Prefill
 
 # Tiles of the absorbed form (rows of 576, values of 512): rows x keys. Of the expanded one rows, and keys by the width
@@ -49,6 +49,9 @@ _TILE: Final = 2.0
 _MERGED_MB: Final = 0.6
 _SEARCHED: Final = 1000.0
 _TOKEN_HEAD: Final = 4e-4
+# A wave of a decode's parts against the share of the multiprocessors that it takes; all of them are bounded by the
+# memory. Fitted on four tables of an H200 (grouped-query attention at tp 1, 2, 4 and 8).
+_DECODE_WAVE: Final = ((0.0, 0.49), (0.27, 0.49), (1.0, 1.0))
 
 
 @lru_cache(maxsize=4096)
@@ -236,6 +239,16 @@ class GroupedWork:
 
     def prefill(self, chunk: float, context: float) -> float:
         return self._run([(1, chunk, context + chunk)], 1.0)
+
+    def decode(self, requests: float, keys: float) -> float:
+        """Blocks of equal requests of one query each, counted as in a full wave of parts, which the memory bounds."""
+        one, blocks = [(1, 1.0, keys)], math.ceil(keys / _DENSE_KEYS)
+        n = splits(blocks, requests * self.kv_heads * blocks, self._most(one), self.sm_count)
+        waves = in_waves(requests * self.kv_heads * n, self.sm_count, _DECODE_WAVE, _DECODE_WAVE)
+        return waves * (keys / _DENSE_KEYS / n + _TILE) + self._merged(one, [n]) * requests
+
+    def decode_bends(self, requests: int, last_keys: float) -> Iterator[float]:
+        yield from ()
 
     def launched(self, prefills: Sequence[Prefill]) -> Launched:
         requests = _requests((), prefills)

@@ -10,7 +10,7 @@ from profiler.core.grid import BatchRow, Grid, Outside, decode_grid, prefill_gri
 from profiler.core.grid_work import DecodeWork, PrefillWork, Work
 from profiler.core.hardware import known_hardware, load_hardware
 from profiler.core.types import ModelSpec
-from profiler.kernels._block_sparse import ScoreWork, TopkWork
+from profiler.kernels._block_sparse import PicksWork, ScoreWork, TopkWork
 from profiler.kernels._breaks import breaks
 from profiler.kernels._flash_attention import GROUPED_WIDTH, DenseWork, GroupedWork, SparseWork, dense_keys
 
@@ -150,6 +150,8 @@ def prefill_straight(name: str, ran: Ran | None) -> PrefillWork | None:
         return ScoreWork(ran.sm_count, ran.kv_heads, ran.selection_blocks)
     if ran is not None and _selects_blocks(ran) and name == "block_topk":
         return TopkWork(ran.kv_heads, ran.selection_blocks)
+    if ran is not None and _selects_blocks(ran) and name == "sparse_gqa":
+        return PicksWork(ran.sm_count, ran.kv_heads, ran.selection_blocks, ran.cap_tokens)
     return prefill_work(name, ran)
 
 
@@ -159,6 +161,10 @@ def decode_straight(name: str, ran: Ran | None) -> DecodeWork | None:
         return SparseWork(ran.sm_count, ran.heads, ran.cap_tokens)
     if ran is not None and _selects_blocks(ran) and name == "block_topk":
         return TopkWork(ran.kv_heads, ran.selection_blocks)
+    if ran is not None and _selects_blocks(ran) and name == "sparse_gqa":
+        return PicksWork(ran.sm_count, ran.kv_heads, ran.selection_blocks, ran.cap_tokens)
+    if ran is not None and ran.flash_attention and ran.kv_heads and name == "attention":
+        return GroupedWork(ran.sm_count, ran.heads, ran.kv_heads)
     return decode_work(name, ran)
 
 

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from profiler.core.grid import BatchRow, Outside, decode_grid, prefill_grid
-from profiler.core.grid_work import DecodeWork, PrefillWork, Work
+from profiler.core.grid_work import DecodeWork, PrefillWork, Work, in_waves
 from profiler.core.registry import load_model
-from profiler.kernels._block_sparse import _TILE, ScoreWork, TopkWork
+from profiler.kernels._block_sparse import _TILE, PicksWork, ScoreWork, TopkWork
 from profiler.kernels._breaks import breaks, jumps
 from profiler.kernels._flash_attention import GroupedWork
 from profiler.kernels._placement import Ran, decode_straight, prefill_straight, ran_of
@@ -119,13 +119,75 @@ def test_which_kernels_follow_these_rules() -> None:
     assert prefill_straight("block_topk", one) == TopkWork(4, 128) and decode_straight("block_topk", one) == TopkWork(
         4, 128
     )
-    assert prefill_straight("sparse_gqa", one) == Work(cap_keys=2048) and decode_straight("sparse_gqa", one) is None
-    assert prefill_straight("attention", eight) == GroupedWork(132, 8, 1) and decode_straight("attention", one) is None
+    picks = PicksWork(132, 4, 128, 2048)
+    assert prefill_straight("sparse_gqa", one) == picks and decode_straight("sparse_gqa", one) == picks
+    assert prefill_straight("attention", eight) == GroupedWork(132, 8, 1) == decode_straight("attention", eight)
     for other in ({"engine": {"name": "reference"}}, {"hardware": "RTXPRO6000"}, {"provenance": "projected"}):
         elsewhere = ran(1, **other)
         for name in ("block_scores", "block_topk", "attention"):
             assert prefill_straight(name, elsewhere) == Work() and decode_straight(name, elsewhere) is None
+        assert prefill_straight("sparse_gqa", elsewhere) == Work(cap_keys=2048)
+        assert decode_straight("sparse_gqa", elsewhere) is None
     assert prefill_straight("attention", ran(1, kv={"layout": "fp8"})) == Work(), "tiles of fp8 are others"
+
+
+def test_tiles_of_a_wave_are_faster_the_fewer_they_are() -> None:
+    first, later = ((0.0, 0.3), (0.5, 0.6), (0.5, 0.7), (1.0, 1.0)), ((0.0, 0.4), (1.0, 1.0))
+    assert in_waves(132, 264, first, later) == pytest.approx(0.6)
+    assert 0.7 < in_waves(133, 264, first, later) < 0.71, "one multiprocessor has two"
+    assert in_waves(264, 264, first, later) == 1.0
+    assert in_waves(396, 264, first, later) == pytest.approx(1.7)
+    assert [in_waves(n * 264, 264, first, later) for n in range(4)] == [0, 1, 2, 3]
+
+
+# Sparse attention of an H200, bf16, tp 8 (one head) and tp 1 (four heads): (requests, keys) and microseconds.
+PICKS_TP8 = {(48, 16384): 20.3, (64, 16384): 23.0, (66, 16384): 26.5, (128, 16384): 37.9, (133, 16384): 48.1}
+PICKS_TP8 |= {(48, 1024): 15.7, (66, 1024): 24.2, (96, 1024): 24.4}
+PICKS_TP1 = {(64, 16384): 69.4, (67, 16384): 99.8, (132, 16384): 140.2, (192, 16384): 197.4}
+
+
+def test_picks_of_decodes_are_divided_over_a_fixed_grid() -> None:
+    one, four = PicksWork(132, 1, 128, 2048), PicksWork(132, 4, 128, 2048)
+    assert [one._part_keys(n) // 128 for n in (16, 17, 64, 65, 128, 129, 256)] == [1, 2, 4, 8, 8, 16, 16]
+    assert [four._part_keys(n) // 128 for n in (4, 5, 16, 17, 64)] == [1, 2, 4, 8, 16]
+    assert list(one.decode_bends(64, 4096)) == [512, 513, 1024, 1025, 1536, 1537, 2048]
+    for work, cells in ((one, PICKS_TP8), (four, PICKS_TP1)):
+        grid = decode_grid([BatchRow(0, 0, n, keys, us) for (n, keys), us in cells.items()], OUT, work)
+        for (n, keys), us in cells.items():
+            assert grid.at(n, keys) == us
+    grid = decode_grid([BatchRow(0, 0, n, k, us) for (n, k), us in PICKS_TP8.items() if n != 64], OUT, one)
+    assert grid.at(64, 16384) == pytest.approx(23.0, rel=0.05)
+    assert grid.at(64, 1024) == pytest.approx(17.0, rel=0.1), "two parts of four picks, as with 48 requests"
+    grid = decode_grid([BatchRow(0, 0, n, k, us) for (n, k), us in PICKS_TP1.items() if n != 132], OUT, four)
+    assert grid.at(132, 16384) == pytest.approx(140.2, rel=0.05)
+
+
+def test_a_chunk_of_picks_runs_in_waves_of_two_for_each_multiprocessor() -> None:
+    """tp 4 and 8 of an H200, behind 4,096 keys: 257 tokens 40.8 us, 384 67.5, 512 73.7."""
+    rows = [BatchRow(n, 4096, 0, 0, us) for n, us in ((2, 29.4), (257, 40.8), (512, 73.7), (1024, 140.4))]
+    grid = prefill_grid(rows, OUT, PicksWork(132, 1, 128, 2048))
+    assert grid.at(384, 4096) == pytest.approx(67.5, rel=0.05)
+    assert prefill_grid(rows, OUT, Work(cap_keys=2048)).at(384, 4096) == pytest.approx(57.2, rel=0.05)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.sampled_from((1, 2, 4)), st.integers(1, 20_000), st.integers(0, 100_000))
+def test_more_of_a_chunk_is_never_less_work(heads: int, chunk: int, context: int) -> None:
+    work = PicksWork(132, heads, 128, 2048)
+    assert work.prefill(chunk, context) <= work.prefill(chunk + 1, context) * (1 + 1e-9)
+    assert work.prefill(chunk, context) <= work.prefill(chunk, context + 1) * (1 + 1e-9)
+
+
+# Grouped-query attention over 131,072 keys, tp 4 and 8 (one head of the cache): microseconds by requests.
+DECODES = {16: 253.1, 24: 387.2, 32: 488.1, 34: 736.1, 48: 984.6, 64: 955.7, 67: 1436.3, 96: 1586.4, 128: 1883.2}
+
+
+@pytest.mark.parametrize("left_out", [24, 34, 48, 64, 96])
+def test_decodes_of_grouped_attention_lie_where_the_waves_of_their_parts_put_them(left_out: int) -> None:
+    rows = [BatchRow(0, 0, n, keys, us * keys / 131_072) for n, us in DECODES.items() for keys in (65_536, 131_072)]
+    kept = [row for row in rows if row.requests != left_out]
+    grid = decode_grid(kept, OUT, GroupedWork(132, 16, 1))
+    assert grid.at(left_out, 131_072) == pytest.approx(DECODES[left_out], rel=0.07)
 
 
 def test_one_new_token_is_a_decode_and_no_kernel_but_attention_bends_at_the_cap() -> None:
