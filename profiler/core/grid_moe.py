@@ -26,11 +26,11 @@ def natural_experts(local_experts: float, local_pairs: float) -> float:
 def moe_grid(table: Table, name: str, ep: int, local_experts: int, outside: Outside) -> Grid:
     """The experts of the slice measured at `ep`: a grid over local pairs and activated experts.
 
-    One row per token count (`_places`), over the experts that its draws reached. Reading no expert costs nothing, which
-    is the first point of each row; above the most experts of a row its time grows in proportion, as reading weights
-    does, by at most 15 %. What few experts cost at many pairs, which uneven draws were measured for at some token
-    counts, the rows between have from these (`_few_experts`). Below the smallest pair count the first row answers.
-    Raises CoverageError when no row has this ep.
+    One row per token count (`row_places`), over the experts that its draws reached. Reading no expert costs nothing,
+    which is the first point of each row; above the most experts of a row its time grows in proportion, as reading
+    weights does, by at most 15 %. What few experts cost at many pairs, which uneven draws were measured for at some
+    token counts, the rows between have from these (`_few_experts`). Below the smallest pair count the first row
+    answers. Raises CoverageError when no row has this ep.
     """
     columns = table.columns
     rows: dict[int, list[tuple[float, float, float]]] = {}
@@ -52,7 +52,7 @@ def moe_grid(table: Table, name: str, ep: int, local_experts: int, outside: Outs
             f"Measure them with: {outside.command} --ep {ep}"
         )
     points: list[tuple[float, float, float]] = []
-    places = _places(rows, ep)
+    places = row_places(rows, ep)
     lines = _few_experts(_by_pairs(rows, places), _uneven(rows, places))
     for x, row in _up_to_usual(lines, local_experts).items():
         at = (x, 0.0) if not points else (x,)
@@ -73,7 +73,7 @@ def moe_grid(table: Table, name: str, ep: int, local_experts: int, outside: Outs
     return make_grid(("local_pairs", "activated_experts"), points, equal_fill, outside, place)
 
 
-def _places(rows: dict[int, list[tuple[float, float, float]]], ep: int) -> dict[int, float]:
+def row_places(rows: dict[int, list[tuple[float, float, float]]], ep: int) -> dict[int, float]:
     """The pairs at which the row of every token count stands: those of its most even draw, which reaches most experts.
 
     Draws scatter, and the kernel goes by the tokens: a quarter of DeepSeek-V3.2's experts drew 127 pairs for 64 tokens
