@@ -1,0 +1,162 @@
+"""The shipped H200 tables of MiniMax-M3: complete, as good as the validation says, priced to the whole context."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import imported
+import pytest
+
+from profiler.aiconfigurator.convert import Request, convert
+from profiler.comparison import Ratio, compare
+from profiler.core.bundle import Bundle, read_bundle, write_bundle
+from profiler.core.kv import kv_layout
+from profiler.core.paths import data_root, default_bundle_root
+from profiler.core.registry import load_model
+from profiler.core.types import Category, Parallel
+from profiler.timing import percentile
+from serving.config import load_cluster
+from serving.explain import Node
+from serving.explained import explain_instance
+
+M3 = "MiniMaxAI/MiniMax-M3"
+EVIDENCE = Path(__file__).resolve().parents[2].parent / "shared" / "evidence" / "module_tables"
+CLUSTERS = [data_root() / "configs" / "cluster" / f"h200-8x-minimax-m3-{name}.yaml" for name in ("tp8", "tp4-dp2-ep8")]
+DEGREES = (1, 2, 4, 8)
+CATEGORIES: tuple[Category, ...] = ("dense", "per_sequence", "attention", "indexer", "sparse_attention", "moe", "skew")
+ATTENTION_LIKE: tuple[Category, ...] = ("attention", "indexer", "sparse_attention")
+# Of cells of 20 us and more, p90 over repeats, as reached: the aim of 3 % is missed.
+SPREAD = {"attention": 0.048, "indexer": 0.074, "sparse_attention": 0.047}
+
+
+@pytest.fixture(scope="module")
+def bundle() -> Bundle:
+    return read_bundle(default_bundle_root() / "H200" / M3 / "bf16")
+
+
+def test_every_degree_has_every_table(bundle: Bundle) -> None:
+    assert set(bundle.tables) == {(tp, category) for tp in DEGREES for category in CATEGORIES}
+    assert set(bundle.tables[1, "moe"].columns["ep"]) == {1, 2, 4, 8, 16, 32}
+    for tp in DEGREES[1:]:
+        assert set(bundle.tables[tp, "moe"].columns["ep"]) == {1}
+    assert bundle.meta["kv"]["block_tokens"] == 128
+    for tp in DEGREES:
+        for category in ATTENTION_LIKE:
+            columns = bundle.tables[tp, category].columns
+            ends = zip(columns["prefill_chunk_tokens"], columns["prefill_context_tokens"], strict=True)
+            assert max(int(chunk) + int(context) for chunk, context in ends) == 1_048_575
+            assert max(int(keys) for keys in columns["decode_kv_tokens"]) == 1_048_575
+
+
+@pytest.mark.parametrize("tp", DEGREES)
+@pytest.mark.parametrize("category", ATTENTION_LIKE)
+def test_tables_are_as_good_as_the_validation_says(bundle: Bundle, tp: int, category: Category) -> None:
+    quality = bundle.meta["grid"][f"tp{tp}/{category}"]["quality"]
+    assert quality["leave_one_out"]["p50"] <= 0.02 and quality["leave_one_out"]["p90"] <= 0.06
+    assert quality["spread_from_20_us"]["p50"] <= 0.022 and quality["spread_from_20_us"]["p90"] <= SPREAD[category]
+    most = 0.015 if category == "indexer" else 0.01
+    assert quality["disorder"]["wrong"] <= most * quality["disorder"]["pairs"]
+    assert quality["outliers"] == 0
+
+
+def test_only_short_selections_take_less_time_with_more_keys(bundle: Bundle) -> None:
+    """Why 0.8 to 1.5 % of the indexer's neighbours are out of order: launches of a few microseconds."""
+    for tp in DEGREES:
+        columns = bundle.tables[tp, "indexer"].columns
+        rows: dict[tuple[object, ...], list[tuple[int, float]]] = {}
+        for name, chunk, context, requests, keys, us in zip(
+            *(columns[key] for key in (*list(columns)[:5], "time_us")), strict=True
+        ):
+            along = (name, chunk, requests) if chunk else (name, 0, requests)
+            rows.setdefault(along, []).append((int(context) if chunk else int(keys), float(us)))
+        pairs = [
+            (low, high)
+            for points in rows.values()
+            for (_, low), (_, high) in zip(sorted(points), sorted(points)[1:], strict=False)
+            if low >= 20.0
+        ]
+        assert sum(high < 0.92 * low for low, high in pairs) <= 0.01 * len(pairs)
+
+
+def test_one_index_head_takes_as_long_at_tp_4_as_at_tp_8(bundle: Bundle) -> None:
+    columns = [bundle.tables[tp, "indexer"].columns for tp in (4, 8)]
+    four, eight = (
+        {row[:-1]: float(row[-1]) for row in zip(*(c[key] for key in (*list(c)[:6], "time_us")), strict=True)}
+        for c in columns
+    )
+    ratios = [eight[key] / us for key, us in four.items() if us >= 10 and key in eight]
+    assert len(ratios) > 1000
+    assert percentile(ratios, 50) == pytest.approx(1.0, abs=0.005)
+    assert percentile(ratios, 10) > 0.93 and percentile(ratios, 90) < 1.02
+
+
+def leaves(node: Node) -> Iterator[Node]:
+    if not node.children:
+        yield node
+    for child in node.children:
+        yield from leaves(child)
+
+
+@pytest.mark.parametrize("path", CLUSTERS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "batch",
+    ["32x4096", "256x4096", "1x1000000", "1x8192@0", "1x8000@1000000", "1x1@500", "64x8192 1x2048@4096 1x900@0"],
+)
+def test_steps_up_to_the_whole_context_are_priced_and_none_beats_its_bound(path: Path, batch: str) -> None:
+    (instance,) = load_cluster(path).instances
+    found, title = explain_instance(instance, [batch], default_bundle_root())
+    assert "measured" in title
+    nodes = list(leaves(found.root))
+    assert {"experts", "block_scores", "block_topk", "sparse_gqa", "attention"} <= {node.name for node in nodes}
+    for node in nodes:
+        assert node.us >= 0 and (node.bound_us is None or node.us >= 0.95 * node.bound_us), node
+
+
+def test_a_token_takes_as_much_of_a_rank_at_tp_8_as_at_tp_4() -> None:
+    sizes = [kv_layout(load_model(M3), Parallel(tp=tp), "sm90").bytes_per_token for tp in DEGREES]
+    assert sizes == [137_472, 76_032, 45_312, 45_312]
+
+
+@pytest.fixture(scope="module")
+def modules(bundle: Bundle, tmp_path_factory: pytest.TempPathFactory) -> list[Ratio]:
+    """Ours over the attention modules of AIConfigurator (vLLM 0.24, bf16), one for each shape of theirs."""
+    if not EVIDENCE.is_dir():
+        pytest.skip(f"{EVIDENCE} is not here")
+    root = tmp_path_factory.mktemp("aic")
+    imported.system(root, "h200_sxm")
+    imported.gemm(root, "h200_sxm")
+    imported.attention(root, "h200_sxm")
+    for file, place in {
+        "h200_vllm0.24.0_msa_context_module": "msa/vllm/0.24.0/msa_context_module",
+        "h200_vllm0.24.0_msa_generation_module": "msa/vllm/0.24.0/msa_generation_module",
+        "h200_vllm0.24.0_moe_3shapes": "moe/vllm/0.24.0/moe",
+    }.items():
+        target = root / "data" / "h200_sxm" / f"{place}_perf.csv"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(EVIDENCE / f"{file}.csv", target)
+    theirs = convert(Request("h200_sxm", M3, "vllm"), root)
+    folder = write_bundle(tmp_path_factory.mktemp("bundles"), theirs.meta, theirs.tables)
+    return [one for one in compare(read_bundle(folder), bundle, load_model(M3)) if one.kernel == "msa_module"]
+
+
+def test_decode_modules_agree_with_the_public_ones(modules: list[Ratio]) -> None:
+    for tp, low, high in ((1, 0.90, 1.0), (2, 0.91, 1.02), (4, 0.95, 1.02), (8, 0.89, 1.07)):
+        own = [one for one in modules if one.tp == tp and one.phase == "decode"]
+        large = [one.ratio for one in own if one.key[2] >= 8 and one.key[3] >= 4096]
+        assert len(large) >= 35 and low < min(large) and max(large) < high
+        assert 0.96 < percentile(large, 50) < 1.0
+    (named,) = [one for one in modules if one.tp == 8 and one.key[:4] == (0, 0, 128, 131_072)]
+    assert named.first_us == pytest.approx(1063, abs=0.5) and named.second_us == pytest.approx(1026, abs=2)
+
+
+def test_prefill_modules_agree_with_the_public_ones(modules: list[Ratio]) -> None:
+    """16,384 tokens at tp 1 ran at a clock that the power limit had lowered: the one beyond 25 %."""
+    for tp in DEGREES:
+        whole = {
+            int(one.key[0]): one.ratio
+            for one in modules
+            if one.tp == tp and one.phase == "prefill" and one.key[1] == 0 and one.key[0] >= 256
+        }
+        beyond = {tokens: ratio for tokens, ratio in whole.items() if not 0.95 < ratio < 1.25}
+        assert list(beyond) == ([16_384] if tp == 1 else [])
+        assert percentile(list(whole.values()), 50) < 1.08
