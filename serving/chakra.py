@@ -128,14 +128,18 @@ def export(
     schema, lib = _package()
     if not steps:
         raise ConfigError("no step to export")
-    groups = {str(dp + 1): [dp * parallel.tp + t for t in range(parallel.tp)] for dp in range(parallel.dp)}
     shared = parallel.dp == 1  # one tensor-parallel group is all GPUs
+    groups = {str(dp + 1): [dp * parallel.tp + t for t in range(parallel.tp)] for dp in range(parallel.dp)}
+    if any(call.across for call in comm.expert_calls(1)):
+        across = {str(parallel.dp + t + 1): list(range(t, parallel.gpus, parallel.tp)) for t in range(parallel.tp)}
+        groups |= across
     files, nodes, computed = [], [], []
     for dp in range(parallel.dp):
         found = [one for shapes in steps for one in operations(cost, spec, meta, comm, shapes, dp)]
         for t in range(parallel.tp):
             path = prefix.with_name(f"{prefix.name}.{dp * parallel.tp + t}.et")
-            _write(path, found, "" if shared else str(dp + 1), parallel, schema, lib)
+            own = ("", "") if shared else (str(dp + 1), str(parallel.dp + t + 1))
+            _write(path, found, own, parallel, schema, lib)
             files.append(path)
             nodes.append(len(found))
             computed.append(sum(one.us for one in found))
@@ -159,7 +163,10 @@ def _package() -> tuple[Any, Any]:
     return et_def_pb2, protolib
 
 
-def _write(path: Path, found: Sequence[Operation], group: str, parallel: Parallel, schema: Any, lib: Any) -> None:
+def _write(
+    path: Path, found: Sequence[Operation], groups: tuple[str, str], parallel: Parallel, schema: Any, lib: Any
+) -> None:
+    """groups: names of the GPU's own engine and of its like in all engines, empty where one engine is all."""
     import io
 
     stream = io.BytesIO()
@@ -176,7 +183,7 @@ def _write(path: Path, found: Sequence[Operation], group: str, parallel: Paralle
             total_us += one.us
         else:
             node.type = schema.COMM_COLL_NODE
-            _describe(node, one.collective, group, parallel, schema)
+            _describe(node, one.collective, groups[one.collective.across], parallel, schema)
         lib.encodeMessage(stream, node)
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.tmp")

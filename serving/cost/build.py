@@ -389,21 +389,18 @@ def _check_contract(bundle: Bundle, spec: ModelSpec, kv: KvLayout | None) -> Non
 
 
 def _spread(collectives: Collectives, parallel: Parallel) -> Collectives | None:
-    """Links of a stage's experts, whose ranks lie pp x tp apart from one data-parallel engine to the next."""
+    """Links of a stage's experts, whose ranks lie pp x tp apart from one data-parallel engine to the next: those of an
+    engine's stage together, or with divided experts one of each engine."""
     per_node, engine = collectives.gpus_per_node, parallel.pp * parallel.tp
-    if parallel.pp == 1 or parallel.gpus <= per_node:
+    together = parallel.tp if parallel.ep > 1 else 1
+    if engine == together or parallel.gpus <= per_node:
         return None
-    return replace(collectives, gpus_per_node=parallel.tp * max(1, per_node // engine), measured=None)
+    return replace(collectives, gpus_per_node=together * max(1, per_node // engine), measured=None)
 
 
 def _check_split(spec: ModelSpec, parallel: Parallel) -> None:
     if spec.moe is None:
         return
-    if parallel.ep == 1 and parallel.dp > 1 and parallel.tp > 1:
-        raise ConfigError(
-            f"dp {parallel.dp} and tp {parallel.tp} with ep 1: experts divided over the ranks of several engines are "
-            f"priced at tp 1 alone; set ep to {parallel.dp * parallel.tp}"
-        )
     if parallel.ep > 1 and parallel.ep != parallel.dp * parallel.tp:
         raise ConfigError(
             f"ep {parallel.ep}: experts are spread over all {parallel.dp * parallel.tp} ranks of the group or over none"

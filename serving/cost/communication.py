@@ -4,8 +4,9 @@ Tensor parallel (tp > 1): all-reduce of the embedding, after attention and after
 the logits. Experts over data-parallel ranks (dp > 1), default back end: all-gather of the hidden states of the whole
 group before the experts, reduce-scatter of their sum after them, whether whole experts are spread over the ranks or all
 are divided; other back ends send copies to the ranks that need them and back (serving.backends), and need whole ones.
-With tp > 1 the ranks of a tensor-parallel group take a slice of their tokens each into that exchange, and gather it
-again afterwards instead of the all-reduce. Experts over tensor-parallel ranks alone (dp = 1) need no exchange: every
+With tp > 1 and whole experts the ranks of a tensor-parallel group take a slice of their tokens each into that exchange,
+and gather it again afterwards instead of the all-reduce. With tp > 1 and divided experts (ep 1) a rank exchanges all its
+tokens with its like in the other engines, and the all-reduce sums the parts of its own engine. Experts over tensor-parallel ranks alone (dp = 1) need no exchange: every
 rank holds all tokens, and the all-reduce sums them.
 
 Nothing overlaps: vLLM runs these on the stream of the layer's kernels unless dual-batch overlap is switched on, which
@@ -23,13 +24,17 @@ from serving.cost.lines import Line, line
 
 
 class Call(NamedTuple):
-    """`times` equal collectives of `total_bytes` among `ranks` ranks; total_bytes as in serving.collectives."""
+    """`times` equal collectives of `total_bytes` among `ranks` ranks; total_bytes as in serving.collectives.
+
+    across: one rank of each engine, instead of those of one engine or all.
+    """
 
     name: str
     times: int
     operation: Operation
     total_bytes: float
     ranks: int
+    across: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +64,11 @@ class Communication:
     def _exchanges(self) -> bool:
         return self.parallel.dp > 1 and self._moe_layers > 0
 
+    @property
+    def _slices(self) -> bool:
+        """The ranks of a tensor-parallel group enter the exchange with a slice of their tokens each."""
+        return self._exchanges and self.parallel.ep > 1
+
     def _lines(self, calls: list[Call], over: Collectives | None = None) -> list[Line]:
         prices = [(over or self.collectives).price(one.operation, one.total_bytes, one.ranks) for one in calls]
         return [line(one.name, one.times, *price) for one, price in zip(calls, prices, strict=True)]
@@ -78,7 +88,7 @@ class Communication:
         if tp == 1:
             return []
         rows = tokens * self.spec.hidden * ACTIVATION_BYTES
-        sliced = self._moe_layers if self._exchanges else 0
+        sliced = self._moe_layers if self._slices else 0
         calls = [
             *([Call("all_reduce embedding", 1, "all_reduce", rows, tp)] if self.first else []),
             Call("all_reduce attention", layers, "all_reduce", rows, tp),
@@ -100,13 +110,16 @@ class Communication:
         """The exchange around the experts, for the tokens of all data-parallel ranks together."""
         if not self._exchanges:
             return []
-        ranks, count, moe = self.parallel.dp * self.parallel.tp, self._moe_layers, self.spec.moe
+        ranks, count, moe = self.parallel.dp, self._moe_layers, self.spec.moe
         assert moe is not None
+        across = self.parallel.tp > 1 and not self._slices
+        if not across:
+            ranks *= self.parallel.tp
         rows = group_tokens * self.spec.hidden * ACTIVATION_BYTES
         if self.sends == "gather":
             return [
-                Call("all_gather experts", count, "all_gather", rows, ranks),
-                Call("reduce_scatter experts", count, "reduce_scatter", rows, ranks),
+                Call("all_gather experts", count, "all_gather", rows, ranks, across),
+                Call("reduce_scatter experts", count, "reduce_scatter", rows, ranks, across),
             ]
         # A rank holds 1 / ranks of the tokens and sends each to `copies` ranks.
         copies = self.reach * ranks if self.sends == "per_rank" else moe.topk

@@ -120,6 +120,29 @@ def test_tensor_parallel_groups_are_named(tmp_path: Path) -> None:
     assert sum(node.name == "all_reduce mlp" for node in nodes) == 2 * 3
 
 
+def test_divided_experts_of_several_engines_meet_across_them(tmp_path: Path) -> None:
+    from serving.chakra import export
+
+    cost = build_cost(
+        bundle=priced.bundle(tmp_path),
+        spec=SPEC,
+        parallel=Parallel(dp=8, ep=8),
+        hardware=load_hardware("H200"),
+        max_num_batched_tokens=4096,
+    )
+    split = Parallel(tp=2, dp=2)
+    comm = Communication(SPEC, split, from_hardware(load_hardware("H200")))
+    shapes = [StepShape((), 32, 32 * 5000, 5000, 32 * 2048, 32)] * 2
+    done = export(tmp_path / "x", cost, SPEC, split, priced.meta(), comm, [shapes])
+    assert done.groups.read_text() == '{"1": [0, 1], "2": [2, 3], "3": [0, 2], "4": [1, 3]}\n'
+    names = {
+        gpu: {node.name: values(node).get("pg_name", "all") for node in read_nodes(done.files[gpu])} for gpu in (1, 2)
+    }
+    for gpu, engine, alike in ((1, "1", "4"), (2, "2", "3")):
+        assert names[gpu]["all_reduce attention"] == names[gpu]["all_reduce mlp"] == engine
+        assert names[gpu]["all_gather experts"] == names[gpu]["reduce_scatter experts"] == alike
+
+
 def test_a_window_of_a_replay(tmp_path: Path) -> None:
     path = cluster(tmp_path)
     trace = data_root() / "workloads" / "example_trace.jsonl"

@@ -270,3 +270,13 @@ def test_a_measured_send_is_asked_within_a_node() -> None:
     assert links.send(2560, between_nodes=True) == (links.send_us(2560, between_nodes=True), "computed")
     plain = from_hardware(load_hardware("H200"))
     assert plain.send(2560) == (plain.send_us(2560), "computed")
+
+
+def test_divided_experts_of_several_engines_gather_all_their_tokens_and_are_summed_in_each() -> None:
+    """Without expert parallelism vLLM's exchange is among the ranks of one place in each engine, and nothing is sliced."""
+    lines = lines_of("deepseek-ai/DeepSeek-V3.2-Exp", Parallel(tp=2, dp=4, ep=1), 100)
+    each = 3 * 20 + 400 * 7168 * 2 * 3 / 4 / 16e3
+    assert lines["all_gather experts"] == (58, pytest.approx(58 * each))
+    assert lines["reduce_scatter experts"] == (58, pytest.approx(58 * each))
+    assert lines["all_reduce mlp"][0] == 61
+    assert "all_gather mlp slices" not in lines

@@ -343,7 +343,6 @@ def test_bundle_on_another_kv_layout_is_refused(bundle: Bundle, tmp_path: Path) 
     ("parallel", "message"),
     [
         (Parallel(pp=2), "pipeline"),
-        (Parallel(tp=2, dp=4), "dp 4 and tp 2 with ep 1"),
         (Parallel(dp=8, ep=4), "ep 4"),
         (Parallel(dp=3, ep=3), "does not divide 256"),
     ],

@@ -18,7 +18,7 @@ from serving.collectives import from_fitted_link, from_hardware
 from serving.config import EngineSettings, Instance
 from serving.core.shape import StepShape
 from serving.cost import build_cost
-from serving.cost.build import build_pipeline
+from serving.cost.build import _spread, build_pipeline
 from serving.traces import Trace, TraceRequest
 
 SPEC = load_model(priced.MODEL)
@@ -113,6 +113,16 @@ def test_experts_of_a_stage_spread_over_nodes(bundle):
     spread = replace(from_hardware(H200), gpus_per_node=4)
     assert us[0] == pytest.approx(spread.all_gather_us((SHAPE.tokens + 7) * SPEC.hidden * 2, 8), rel=1e-5)
     assert us[0] > us[1]
+
+
+def test_divided_experts_of_engines_that_fill_a_node_cross_between_nodes():
+    """tp 8 x dp 2 are two nodes, and a rank exchanges its tokens with its like in the other one."""
+    links = from_hardware(H200)
+    between = _spread(links, Parallel(tp=8, dp=2))
+    assert between is not None and between.gpus_per_node == 1
+    assert between.all_gather_us(1e6, 2) > links.all_gather_us(1e6, 2)
+    assert _spread(links, Parallel(tp=4, dp=2)) is None, "one node"
+    assert _spread(links, Parallel(tp=8, dp=2, ep=16)) is None, "all ranks, one node after the other"
 
 
 def instance(parallel):
