@@ -5,9 +5,9 @@ the logits. Experts over data-parallel ranks (dp > 1), default back end: all-gat
 group before the experts, reduce-scatter of their sum after them, whether whole experts are spread over the ranks or all
 are divided; other back ends send copies to the ranks that need them and back (serving.backends), and need whole ones.
 With tp > 1 and whole experts the ranks of a tensor-parallel group take a slice of their tokens each into that exchange,
-and gather it again afterwards instead of the all-reduce. With tp > 1 and divided experts (ep 1) a rank exchanges all its
-tokens with its like in the other engines, and the all-reduce sums the parts of its own engine. Experts over tensor-parallel ranks alone (dp = 1) need no exchange: every
-rank holds all tokens, and the all-reduce sums them.
+and gather it again afterwards instead of the all-reduce. With tp > 1 and divided experts (ep 1) a rank exchanges all
+its tokens with its like in the other engines, and the all-reduce sums the parts of its own engine. Experts over
+tensor-parallel ranks alone (dp = 1) need no exchange: every rank holds all tokens, and the all-reduce sums them.
 
 Nothing overlaps: vLLM runs these on the stream of the layer's kernels unless dual-batch overlap is switched on, which
 is off by default.

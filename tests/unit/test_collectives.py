@@ -273,7 +273,7 @@ def test_a_measured_send_is_asked_within_a_node() -> None:
 
 
 def test_divided_experts_of_several_engines_gather_all_their_tokens_and_are_summed_in_each() -> None:
-    """Without expert parallelism vLLM's exchange is among the ranks of one place in each engine, and nothing is sliced."""
+    """Without expert parallelism vLLM's exchange is among ranks of one place in each engine; nothing is sliced."""
     lines = lines_of("deepseek-ai/DeepSeek-V3.2-Exp", Parallel(tp=2, dp=4, ep=1), 100)
     each = 3 * 20 + 400 * 7168 * 2 * 3 / 4 / 16e3
     assert lines["all_gather experts"] == (58, pytest.approx(58 * each))
