@@ -80,7 +80,9 @@ def _print(bundle: "Bundle", summaries: "list[TableSummary]") -> None:
     click.echo(
         f"{meta['model']} on {meta['hardware']}, {meta['variant']}: {meta['provenance']}, for {meta['contract']}"
     )
-    click.echo(f"  card    {gpu.get('name')}, driver {gpu.get('driver')}, {gpu.get('power_limit_w', '?')} W")
+    driver = f", driver {gpu['driver']}" if gpu.get("driver") else ""
+    watts = f", {gpu['power_limit_w']} W" if gpu.get("power_limit_w") else ""
+    click.echo(f"  card    {gpu.get('name', 'not recorded')}{driver}{watts}")
     click.echo(f"  engine  {engine.get('name')} {', '.join(f'{name} {version}' for name, version in versions.items())}")
     caches = ", ".join(f"{c['name']} {c['bytes_per_token_layer']} B" for c in kv.get("caches") or ())
     click.echo(
@@ -94,8 +96,8 @@ def _print(bundle: "Bundle", summaries: "list[TableSummary]") -> None:
         span = f"{one.least_us:.2f} to {one.most_us:.1f}"
         click.echo(
             f"  {one.tp:>3} {one.category:<{width}} {one.rows:>5} {span:>22}  "
-            f"{percent(one.quality, 'spread_from_20_us'):<20}{percent(one.quality, 'leave_one_out'):<22}"
-            f"{share(one.quality):<14}{origin_text(one.origin, one.whole_passes)}".rstrip()
+            f"{percent(one.quality, 'spread_from_20_us'):<19} {percent(one.quality, 'leave_one_out'):<21} "
+            f"{share(one.quality):<13} {origin_text(one.origin, one.whole_passes)}".rstrip()
         )
     open_at: dict[str, list[int]] = {}
     for one in summaries:

@@ -421,7 +421,7 @@ def _checked(path: Path, entry: Any, meta_path: Path, read: Callable[[Path], _Ro
     if sha256_of(path) != entry["sha256"]:
         raise ContractError(
             f"{path}: its contents differ from the sha256 in meta.yaml ({len(rows)} rows, {entry['rows']} recorded): "
-            "it was truncated or edited. Measure it again, or restore the file."
+            "it was truncated or edited. Restore the file, or remove the bundle and measure it again."
         )
     if len(rows) != entry["rows"]:
         raise ContractError(f"{path}: {len(rows)} rows, meta.yaml records {entry['rows']}")
