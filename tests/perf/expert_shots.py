@@ -22,7 +22,7 @@ from statistics import median
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from profiler.core.bundle import make_table  # noqa: E402
+from profiler.core.bundle import make_table, read_bundle  # noqa: E402
 from profiler.core.grid import Grid, Outside  # noqa: E402
 from profiler.core.grid_moe import moe_grid, row_places  # noqa: E402
 from profiler.core.registry import load_model  # noqa: E402
@@ -32,7 +32,8 @@ from profiler.samples import read_runs  # noqa: E402
 from profiler.timing import percentile  # noqa: E402
 
 SAMPLES = ROOT / "tests" / "recorded" / "H200" / "DeepSeek-V3.2-Exp-experts" / "samples.csv.gz"
-SHIPPED = ROOT / "profiler" / "perf-native" / "H200" / "deepseek-ai" / "DeepSeek-V3.2-Exp" / "fp8" / "tp1" / "moe.csv"
+BUNDLE = ROOT / "profiler" / "perf-native" / "H200" / "deepseek-ai" / "DeepSeek-V3.2-Exp" / "fp8"
+SHIPPED = BUNDLE / "tp1" / "moe.csv"
 PRODUCTS = "fused_moe_kernel"
 
 Key = tuple[int, int, float, int]
@@ -49,7 +50,9 @@ def main() -> None:
         _leave_one_out(options.table)
         return
     tables, shipped = [_times(path) for path in options.table], _times(SHIPPED)
-    passes = {tokens: us for (ep, tokens, _, _), us in sorted(shipped.items()) if ep == 1}
+    of_passes = read_bundle(BUNDLE).meta["grid"]["tp1/moe"]["whole_passes"]
+    known = {int(tokens) for one in of_passes for tokens in one["tokens"].split()}
+    passes = {tokens: us for (ep, tokens, _, _), us in sorted(shipped.items()) if ep == 1 and tokens in known}
     print("ep\ttokens\tskew\texperts\tpairs\tus\tproducts\tper expert\tin passes", *options.table, sep="\t")
     for run in read_runs([options.samples]):
         for index, result in sorted(run.results.items()):
