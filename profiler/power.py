@@ -18,6 +18,10 @@ SECONDS: Final = 1.0
 # A module stands for a class when at least this share of its time is of that class, and it is no mere launch.
 _LEAST_SHARE: Final = 0.8
 _LEAST_US: Final = 15.0
+# Modules that copy what a step is told, whose kernels leave the card as idle as it was.
+_OUTSIDE: Final = "runner.prepare"
+# A sample within this share of the idle card is of waiting, not of its class.
+_IDLE_SHARE: Final = 1.05
 _DECODE_CONTEXT_TOKENS: Final = 16_384
 _PREFILL_TOKENS: Final = 8_192
 _EXPERT_TOKENS: Final[Mapping[Phase, int]] = {"decode": 256, "prefill": 8_192}
@@ -60,7 +64,9 @@ def power_targets(runs: Sequence[Run], spec: ModelSpec, binding: Binding) -> lis
         best: dict[Category, tuple[float, str]] = {}
         for module, by_category in times.items():
             for category, us in by_category.items():
-                if category and module and us >= _LEAST_US and us >= _LEAST_SHARE * sum(by_category.values()):
+                if not category or not module or module.startswith(_OUTSIDE):
+                    continue
+                if us >= _LEAST_US and us >= _LEAST_SHARE * sum(by_category.values()):
                     best[category] = max(best.get(category, (0.0, "")), (us, module))
         for category, (_, module) in best.items():
             if category != "moe":
@@ -110,12 +116,15 @@ def with_power(meta: Mapping[str, Any], runs: Sequence[Run], old: Mapping[str, A
 
 
 def power_meta(power: Mapping[str, Any]) -> dict[str, Any]:
-    """As meta.yaml has it: `watts` by class, of decode batches where there are any, `other` being the idle card."""
+    """As meta.yaml has it: `watts` by class, of decode batches where there are any, `other` being the idle card.
+    A sample that draws no more than that stands for its class only where it has no other."""
     watts: dict[str, float] = {}
-    for phase in ("decode", "prefill"):
-        for sample in power["samples"]:
-            if sample["phase"] == phase:
-                watts.setdefault(sample["category"], sample["watts"])
+    idle = _IDLE_SHARE * power["idle"].get("watts", 0.0)
+    for waits in (False, True):
+        for phase in ("decode", "prefill"):
+            for sample in power["samples"]:
+                if sample["phase"] == phase and (sample["watts"] <= idle) == waits:
+                    watts.setdefault(sample["category"], sample["watts"])
     if "watts" in power["idle"]:
         watts["other"] = power["idle"]["watts"]
     return {"watts": watts, **{key: value for key, value in power.items() if value}}

@@ -160,7 +160,7 @@ def test_a_target_that_fails_costs_its_sample_alone(
     assert "no such module" in capsys.readouterr().err
 
 
-POWER = {
+POWER: dict[str, Any] = {
     "sensor": "NVML instant power",
     "every_ms": 20,
     "samples": [
@@ -190,6 +190,17 @@ def test_a_bundle_keeps_the_watts_that_energy_is_computed_from() -> None:
     old = {"power": {"watts": {"collective": 250.0, "dense": 1.0}}}
     assert kernel_watts(with_power({}, [sampled], old)) == kernel_watts(meta) | {"collective": 250.0}
     assert power_meta({**POWER, "idle": {}})["watts"] == {"dense": 480.0, "attention": 650.0}
+
+
+def test_a_sample_of_the_idle_card_says_nothing_of_its_class() -> None:
+    """Calling again what copies a step's inputs leaves the card waiting: MiniMax-M3's dense decodes, 127 W of 124."""
+    waiting = {"category": "dense", "phase": "decode", "watts": 124.0}
+    samples = [waiting, *POWER["samples"][::2]]
+    assert power_meta({**POWER, "samples": samples})["watts"] == {"dense": 690.0, "attention": 650.0, "other": 120.0}
+    assert power_meta({**POWER, "samples": [waiting]})["watts"] == {"dense": 124.0, "other": 120.0}
+    kernels = (("runner.prepare_inputs", "copy", 500.0), *KERNELS)
+    run = run_of(shot(256, 1, 16_383), kernels=kernels)
+    assert "runner.prepare_inputs" not in {one.module for one in power_targets([run], SPEC, vllm_decomposed_dsa)}
 
 
 def test_power_is_sampled_once_and_a_failure_costs_no_table(capsys: pytest.CaptureFixture[str]) -> None:
