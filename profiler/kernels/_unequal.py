@@ -36,7 +36,7 @@ def together_of(name: str, spec: ModelSpec, ran: Ran | None) -> Together | None:
 def tiles_of(name: str, spec: ModelSpec, ran: Ran | None) -> Tiles | None:
     """What the form `tiles` needs; None for a kernel whose tiles of several requests are not known."""
     work = prefill_straight(name, ran)
-    if not isinstance(work, ScoreWork | GroupedWork):
+    if not isinstance(work, ScoreWork | TopkWork | GroupedWork):
         return None
     return Tiles(work, max(steps_of(spec, name), default=0))
 

@@ -84,7 +84,7 @@ def ran(**other: object) -> Ran:
     return found
 
 
-def chunks(cells: dict[tuple[int, int], float], work: ScoreWork | GroupedWork) -> Grid:
+def chunks(cells: dict[tuple[int, int], float], work: ScoreWork | TopkWork | GroupedWork) -> Grid:
     return prefill_grid([BatchRow(*at, 0, 0, us) for at, us in cells.items()], OUT, work, (1,))
 
 
@@ -153,6 +153,27 @@ def test_measured_prefills_of_one_launch_are_met(prefills: tuple[tuple[int, int]
     assert 3.7 + beyond_fixed_us(grid, 3.7, tiles, prefills) == pytest.approx(us, rel=0.1)
 
 
+# Selection on an H200 at tp 8 (one index head): chunks alone, and several in one step.
+TOPK_CELLS = {
+    **{(16, 0): 2.5, (2048, 0): 4.8, (4096, 0): 7.7, (8192, 0): 13.5, (2048, 4096): 4.8, (4096, 4096): 7.8},
+    **{(512, 8192): 4.8, (2048, 8192): 8.8, (4096, 8192): 14.4, (8192, 8192): 26.5, (512, 0): 3.2, (1024, 0): 3.6},
+}
+TOPK_BATCHES = {
+    ((2048, 0),) * 4: 13.4,
+    ((2048, 4096), (2048, 4096)): 7.7,
+    ((2048, 8192),) * 4: 26.5,
+    ((128, 4096),) * 16: 4.9,
+    ((2048, 0), (300, 700), (300, 700), (300, 700)): 8.2,
+}
+
+
+@pytest.mark.parametrize(("prefills", "us"), TOPK_BATCHES.items())
+def test_selections_of_a_step_fill_the_card_as_one_chunk_does(prefills: tuple[tuple[int, int], ...], us: float) -> None:
+    """A chunk of 2,048 beside three of 300 has 5,244 blocks that only end: 8.2 us, and 6.3 as one chunk."""
+    grid = chunks(TOPK_CELLS, TopkWork(1, 128))
+    assert 2.4 + Tiles(TopkWork(1, 128), 1).beyond_fixed_us(grid, 2.4, prefills) == pytest.approx(us, rel=0.1)
+
+
 def test_a_single_new_token_beside_chunks_is_run_by_the_kernel_of_decodes() -> None:
     grid = chunks(SCORE_CELLS | {(1, 0): 3.3, (1, 65_536): 9.0}, SCORES)
     tiles = Tiles(SCORES, apart=1)
@@ -196,7 +217,9 @@ def test_which_kernels_have_these_forms() -> None:
     grid = chunks(ATTENTION_CELLS, ATTENTION)
     assert sharing_of("tiles", "block_scores", M3, ran()) == Tiles(SCORES, 1)
     assert sharing_of("tiles", "attention", M3, ran()) == Tiles(ATTENTION, 0)
-    for name in ("block_topk", "sparse_gqa", "index_scores", "sparse_mla"):
+    assert sharing_of("tiles", "block_topk", M3, ran()) == Tiles(TopkWork(4, 128), 1)
+    assert launch_of("block_topk", ran(), grid, 12.0) is None
+    for name in ("sparse_gqa", "index_scores", "sparse_mla"):
         assert tiles_of(name, M3, ran()) is None and launch_of(name, ran(), grid, 12.0) is None
     assert launch_of("block_scores", ran(), grid, 12.0) is None, "decodes have a launch of their own"
     for other in ({"engine": {"name": "reference"}}, {"hardware": "RTXPRO6000"}):
