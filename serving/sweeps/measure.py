@@ -1,7 +1,7 @@
 """One point, measured by a replay: its row and the curves that a report draws."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from profiler.core.bundle import find_bundle
@@ -37,6 +37,7 @@ def measured(job: Job) -> dict[str, Any]:
             bundle_root=job.bundle_root,
             allow_extrapolation=job.allow_extrapolation,
             allow_projected=job.allow_projected,
+            max_concurrency=job.concurrency,
             seed=job.seed,
         )
         row |= result_columns(job, result)
@@ -56,7 +57,8 @@ def point_columns(job: Job) -> dict[str, Any]:
         **job.layout.columns(),
         "replicas": job.replicas,
         "gpus_total": job.layout.gpus * job.replicas,
-        "rate_per_s": job.rate_per_s,
+        "rate_per_s": job.rate_per_s if job.concurrency is None else None,
+        "concurrency": job.concurrency,
         "seed": job.seed,
     }
 
@@ -73,6 +75,7 @@ def result_columns(job: Job, result: Result) -> dict[str, Any]:
         **{name: figures["requests"][name] for name in ("finished", "rejected", "unfinished")},
         "makespan_s": span_s,
         "requests_per_s": figures["requests_per_s"],
+        "in_flight_mean": _in_flight(figures, span_s),
         "prompt_tokens_per_s": figures["prompt_tokens"] / span_s if span_s else None,
         "output_tokens_per_s": figures["output_tokens_per_s"],
         "output_tokens_per_s_per_gpu": (figures["output_tokens_per_s"] or 0.0) / (job.layout.gpus * job.replicas),
@@ -101,6 +104,12 @@ def result_columns(job: Job, result: Result) -> dict[str, Any]:
         "steps": figures["steps"],
         "extrapolated_lookups": figures["extrapolated_lookups"],
     }
+
+
+def _in_flight(figures: Mapping[str, Any], span_s: float) -> float | None:
+    """Finished requests in the system, averaged over the makespan."""
+    mean_ns = figures["e2e_ns"]["mean"]
+    return figures["requests"]["finished"] * mean_ns / NS_PER_S / span_s if mean_ns and span_s else None
 
 
 def _inverse_s(value_ns: float | None) -> float | None:

@@ -85,7 +85,10 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One replay, ready to be sent to a worker. rate_per_s 0: all at once; detail: keep curves and a step's parts."""
+    """One replay, ready to be sent to a worker. rate_per_s 0: all at once; steps: keep a step's parts.
+
+    concurrency: most requests in flight, as of so many clients that wait, with a rate of 0; None for any number.
+    """
 
     layout: Layout
     replicas: int
@@ -100,13 +103,14 @@ class Job:
     allow_extrapolation: bool
     allow_projected: bool = False
     steps: bool = False
+    concurrency: int | None = None
 
     @property
     def key(self) -> str:
-        """Equal for equal points: 16 hexadecimal digits of everything that the result depends on."""
-        content = {
-            name: value for name, value in asdict(self).items() if name not in ("workload", "bundle_root", "steps")
-        }
+        """Equal for equal points: 16 hexadecimal digits of everything that the result depends on. Without a concurrency
+        it is that of results from before there was one."""
+        left_out = ("workload", "bundle_root", "steps", *(("concurrency",) if self.concurrency is None else ()))
+        content = {name: value for name, value in asdict(self).items() if name not in left_out}
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
     @property
@@ -202,18 +206,20 @@ def kind_of(error: SparsightError) -> Kind:
 
 
 def jobs(sweep: Sweep, candidates: list[Candidate]) -> list[Job]:
-    """The replays of a sweep, layout by layout, by rate; the last of each layout keeps a step's parts."""
+    """The replays of a sweep, layout by layout, by rate or concurrency; the last of each keeps a step's parts."""
     assert sweep.workload is not None
     sha256 = sha256_of(sweep.workload)
+    loads: list[tuple[float, int | None]] = [(rate, None) for rate in sorted(sweep.rates_per_s)]
+    loads += [(0.0, concurrency) for concurrency in sorted(sweep.concurrencies)]
     made = []
     for candidate, replicas in product(candidates, sweep.replicas):
         points = [
             Job(
                 candidate.layout, replicas, sweep.router, sweep.workload, sha256, sweep.requests, rate, seed, sweep.slo,
                 sweep.bundle_root, sweep.allow_extrapolation,
-                sweep.allow_projected,
+                sweep.allow_projected, concurrency=concurrency,
             )
-            for rate, seed in product(sorted(sweep.rates_per_s), sweep.seeds)
+            for (rate, concurrency), seed in product(loads, sweep.seeds)
         ]  # fmt: skip
         made += [*points[:-1], *(replace(last, steps=True) for last in points[-1:])]
     return made

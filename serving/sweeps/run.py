@@ -133,17 +133,23 @@ def _check_traffic(sweep: Sweep) -> None:
 
 def _header(sweep: Sweep) -> dict[str, Any]:
     """What the results depend on: a folder is resumed only with an equal one."""
-    asked = {key: str(value) if isinstance(value, Path) else value for key, value in asdict(sweep).items()}
-    asked.pop("bundle_root")
-    asked["workload"] = sweep.workload.name if sweep.workload else None
     return {
         "made_by": f"sparsight {__version__}",
         "command": "sweep",
-        "sweep": asked,
+        "sweep": asked_of(sweep),
         "workload_sha256": sha256_of(sweep.workload) if sweep.workload else None,
         "bundles": bundle_digests(sweep.bundle_root, sweep.hardware, sweep.models),
         "projections": projections(sweep.bundle_root, sweep.hardware, sweep.models),
     }
+
+
+def asked_of(sweep: Sweep) -> dict[str, Any]:
+    """A sweep as sweep.json has it: the workload by its name, and of rates and concurrencies what is given."""
+    asked = {key: str(value) if isinstance(value, Path) else value for key, value in asdict(sweep).items()}
+    asked.pop("bundle_root")
+    asked.pop("rates_per_s" if sweep.concurrencies else "concurrencies")
+    asked["workload"] = sweep.workload.name if sweep.workload else None
+    return asked
 
 
 def bundle_digests(root: Path, hardware: Sequence[str], models: Sequence[str]) -> dict[str, str]:

@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,7 +17,7 @@ from serving.sweeps.intervals import mean_and_halfwidth
 from serving.sweeps.measure import measured
 from serving.sweeps.points import Candidate, Job, Refused, jobs, layouts, memory_columns
 from serving.sweeps.results import ANSWER, Journal, disk_error, write_table
-from serving.sweeps.run import bundle_digests, default_workers, projections, refused_row
+from serving.sweeps.run import asked_of, bundle_digests, default_workers, projections, refused_row
 from serving.sweeps.search import Search, searched
 from serving.sweeps.spec import Sweep
 from serving.sweeps.split import split_ratio
@@ -79,6 +79,8 @@ def size(
     """
     if sweep.slo is None or sweep.workload is None:
         raise ConfigError("a size needs a workload and an SLO")
+    if sweep.concurrencies:
+        raise ConfigError("a size searches rates; concurrencies are for a sweep")
     if rate_per_s is not None and not (rate_per_s > 0 and math.isfinite(rate_per_s)):
         raise ConfigError(f"rate is {rate_per_s}; it must be above 0")
     if not 0.001 <= tolerance <= 0.5:
@@ -121,9 +123,7 @@ def _nothing_to_run(judged: Sequence[Candidate | Refused]) -> str:
 
 def _header(sweep: Sweep, rate_per_s: float | None, tolerance: float) -> dict[str, Any]:
     assert sweep.workload is not None
-    asked = {key: str(value) if isinstance(value, Path) else value for key, value in asdict(sweep).items()}
-    asked.pop("bundle_root")
-    asked |= {"workload": sweep.workload.name, "rates_per_s": [] if rate_per_s is None else [rate_per_s]}
+    asked = asked_of(sweep) | {"rates_per_s": [] if rate_per_s is None else [rate_per_s]}
     return {
         "made_by": f"sparsight {__version__}",
         "command": "size",

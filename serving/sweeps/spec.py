@@ -13,7 +13,8 @@ replicas: [1]                    independent copies of the instance behind one r
 router: least_loaded
 workload: ../workloads/example_trace.jsonl     trace or description, relative to this file
 requests: 500
-rates_per_s: [1, 2, 4]           over all replicas
+rates_per_s: [1, 2, 4]           over all replicas; or, in their place,
+concurrencies: [1, 16, 64]       most requests in flight over all replicas, of clients that wait
 seeds: [1, 2, 3]
 slo: {ttft_ms: 2000, tpot_ms: 60, percentile: 99}
 bundle_root: bundles             relative to this file; default: the shipped one
@@ -64,6 +65,7 @@ class SweepFile(Strict):
     workload: str | None = None
     requests: Count | None = None
     rates_per_s: Annotated[list[Positive], Field(min_length=1)] | None = None
+    concurrencies: Annotated[list[Count], Field(min_length=1)] | None = None
     seeds: Annotated[list[_NotNegative], Field(min_length=1)] | None = None
     slo: dict[str, Any] | None = None
     bundle_root: str | None = None
@@ -83,7 +85,8 @@ class LimitSet:
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """A checked sweep. placements: the splits to run, or which of the plan's. workload is None for a screen."""
+    """A checked sweep. placements: the splits to run, or which of the plan's. workload is None for a screen, which has
+    neither rates nor concurrencies; a replay has one of the two."""
 
     name: str
     mode: Literal["replay", "screen"]
@@ -105,14 +108,17 @@ class Sweep:
     allow_extrapolation: bool
     allow_projected: bool = False
     pipelines: bool = False
+    concurrencies: tuple[int, ...] = ()
 
 
-_REPLAY_ONLY = ("workload", "requests", "rates_per_s", "seeds", "slo")
+_REPLAY_ONLY = ("workload", "requests", "rates_per_s", "concurrencies", "seeds", "slo")
+_LOADS = ("rates_per_s", "concurrencies")
 
 
 def read_sweep(path: Path) -> Sweep:
     """Raises ConfigError naming the file and the key of the first fault: unknown keys, repeated values, keys of a
-    replay in a screen, a replay without traffic, splits that use none of the GPU numbers."""
+    replay in a screen, a replay without traffic or with rates and concurrencies, splits that use none of the GPU
+    numbers."""
     content = read_mapping(path)
     file = validated(SweepFile, content, path)
     for key in (
@@ -123,17 +129,23 @@ def read_sweep(path: Path) -> Sweep:
         "utilizations",
         "limits",
         "replicas",
-        "rates_per_s",
+        *_LOADS,
         "seeds",
     ):
         _no_repeats(path, key, getattr(file, key) or ())
+    given = [key for key in _REPLAY_ONLY if getattr(file, key) is not None]
     if file.mode == "screen":
-        if given := [key for key in _REPLAY_ONLY if getattr(file, key) is not None]:
+        if given:
             raise ConfigError(f"{path}: mode screen replays nothing: remove {', '.join(given)}, or use mode replay")
         if file.replicas != [1]:
             raise ConfigError(f"{path}: mode screen looks at one instance: remove replicas, or use mode replay")
-    elif lacking := [key for key in _REPLAY_ONLY[:4] if getattr(file, key) is None]:
+    elif lacking := _lacking(given):
         raise ConfigError(f"{path}: mode replay needs {', '.join(lacking)}; mode screen needs none of them")
+    elif all(key in given for key in _LOADS):
+        raise ConfigError(
+            f"{path}: rates_per_s and concurrencies are both given; remove one: requests come at a rate, or when a "
+            "client has its answer"
+        )
     _created(path, file.router)
     root = path.parent
     return Sweep(
@@ -157,7 +169,13 @@ def read_sweep(path: Path) -> Sweep:
         allow_extrapolation=file.allow_extrapolation,
         allow_projected=file.allow_projected,
         pipelines=file.pipelines,
+        concurrencies=tuple(file.concurrencies or ()),
     )
+
+
+def _lacking(given: Sequence[str]) -> list[str]:
+    needed = ("workload",), ("requests",), _LOADS, ("seeds",)
+    return [" or ".join(keys) for keys in needed if not set(keys) & set(given)]
 
 
 def _no_repeats(path: Path, key: str, values: Sequence[Any]) -> None:
