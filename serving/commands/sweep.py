@@ -39,6 +39,7 @@ def command(
     """
     from profiler.core.errors import ConfigError
     from serving.pricing import read_prices
+    from serving.report.load import doubts
     from serving.report.terminal import print_results
     from serving.sweeps.run import run_sweep
     from serving.sweeps.spec import read_sweep
@@ -52,7 +53,7 @@ def command(
             prices=paid, progress=progress,
         )  # fmt: skip
     click.echo(f"{outcome.ran} points run, {outcome.resumed} found finished; table in {outcome.table}", err=True)
-    print_results(outcome.rows, sys.stdout)
+    print_results(outcome.rows, sys.stdout, doubts(outcome.rows))
 
 
 @contextmanager

@@ -2,9 +2,9 @@
 
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Final
 
+from serving.report.curves import curves_section, layout_lines
 from serving.report.figures import (
     by_layout,
     capacity,
@@ -17,55 +17,20 @@ from serving.report.figures import (
     refusals,
     verdict,
 )
+from serving.report.load import amount, load_of, load_text, of_users
+from serving.report.parts import Plot, Report, Section, Table, axes, colour, rounded, short
 from serving.report.validated import RUNS, error_band_percent
 
 Row = Mapping[str, Any]
 _SHOWN_LAYOUTS: Final = 6
 _MOST_POINTS: Final = 4000
-_COLOURS: Final = ("#1f5fa8", "#d1651a", "#2b8a55", "#a3324f", "#6b4fa0", "#7a6a2f", "#3a8fa3", "#888888")
-
-
-@dataclass(frozen=True, slots=True)
-class Table:
-    """numeric: columns to align right."""
-
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    numeric: frozenset[int] = frozenset()
-
-
-@dataclass(frozen=True, slots=True)
-class Plot:
-    """A plotly figure: traces and layout as JSON-ready mappings. name: id in the page."""
-
-    name: str
-    traces: tuple[Mapping[str, Any], ...]
-    layout: Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Section:
-    """text: paragraphs. Everything is plain text; the writers escape it."""
-
-    title: str
-    text: tuple[str, ...] = ()
-    tables: tuple[Table, ...] = ()
-    plots: tuple[Plot, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    title: str
-    verdict: tuple[str, ...]
-    projected: bool
-    sections: tuple[Section, ...] = field(default=())
 
 
 def report_of(header: Mapping[str, Any], points: Sequence[Mapping[str, Any]]) -> Report:
     """The report of a folder of results (serving.sweeps.results.read_results)."""
     rows = [point["row"] for point in points]
     asked = header["sweep"]
-    done = [row for row in finished(rows) if row["rate_per_s"]]
+    done = [row for row in finished(rows) if load_of(row)]
     with_slo = asked["slo"] is not None
     lines = capacity(rows, with_slo)
     sections: list[Section | None] = [_load(header), *_size_sections(header)]
@@ -74,7 +39,8 @@ def report_of(header: Mapping[str, Any], points: Sequence[Mapping[str, Any]]) ->
         sections += [
             _capacity_section(lines, done, with_slo),
             _launch_section(lines[0]["row"]),
-            _pareto_section(done),
+            _pareto_section(lines, done),
+            curves_section(lines[:_SHOWN_LAYOUTS], done, with_slo),
             _latency_section(shown, done),
             _queue_section(shown, done),
             _step_section(points, done),
@@ -104,6 +70,12 @@ def _load(header: Mapping[str, Any]) -> Section:
             f"Load: {asked['workload']}, {asked['requests']:,} requests per replay, seeds "
             f"{', '.join(map(str, asked['seeds']))}, router {asked['router']}."
         )
+    if users := asked.get("concurrencies"):
+        text.append(
+            f"{', '.join(map(str, sorted(users)))} users over all replicas. All requests are there at the start; each "
+            "user has one in flight and sends the next when it is answered. The whole replay counts, with its start "
+            "and its end."
+        )
     if slo:
         bounds = ", ".join(
             f"{k[:-3].upper()} at most {slo[k]:g} ms" for k in ("ttft_ms", "tpot_ms", "itl_ms", "e2e_ms") if slo[k]
@@ -126,8 +98,10 @@ def _size_sections(header: Mapping[str, Any]) -> list[Section]:
 
 def _capacity_section(lines: Sequence[Mapping[str, Any]], done: Sequence[Row], with_slo: bool) -> Section:
     priced = any(line["cost_per_million_output_tokens"] is not None for line in lines)
-    columns = ["layout", "GPUs", "KV tokens", "weights GiB", *(["highest rate in SLO /s"] if with_slo else []),
-               "shown at /s", "out tok/s", "per GPU", "tok/s of a user", "TTFT p50", "TTFT p99",
+    users = of_users(done)
+    most, shown_at = ("most users in SLO", "shown at users") if users else ("highest rate in SLO /s", "shown at /s")
+    columns = ["layout", "GPUs", "KV tokens", "weights GiB", *([most] if with_slo else []),
+               shown_at, "out tok/s", "per GPU", "tok/s of a user", "TTFT p50", "TTFT p99",
                "TPOT p50", "TPOT p99"]  # fmt: skip
     if priced:
         columns.append(f"{done[0].get('currency')} per M output")
@@ -138,25 +112,30 @@ def _capacity_section(lines: Sequence[Mapping[str, Any]], done: Sequence[Row], w
             label(row, done),
             str(row["gpus_total"]),
             _whole(row["kv_tokens_total"]),
-            _number(row["weights_gib"], 1),
+            rounded(row["weights_gib"], 1),
         ]
         if with_slo:
-            rate = line["highest_rate_per_s"]
-            cells.append("none" if rate is None else f"{rate:.4g}" + ("" if line["bounded"] else " or more"))
+            none = line["highest_load"] is None
+            cells.append("none" if none else amount(row) + ("" if line["bounded"] else " or more"))
         cells += [
-            f"{line['rate_per_s']:.4g}", _number(line["output_tokens_per_s"], 0),
-            _number(line["output_tokens_per_s_per_gpu"], 1),
-            _number(line["user_tokens_per_s"], 1), _number(line["ttft_ms_p50"], 0), _number(line["ttft_ms_p99"], 0),
-            _number(line["tpot_ms_p50"], 1), _number(line["tpot_ms_p99"], 1),
+            amount(row), rounded(line["output_tokens_per_s"], 0),
+            rounded(line["output_tokens_per_s_per_gpu"], 1),
+            rounded(line["user_tokens_per_s"], 1), rounded(line["ttft_ms_p50"], 0), rounded(line["ttft_ms_p99"], 0),
+            rounded(line["tpot_ms_p50"], 1), rounded(line["tpot_ms_p99"], 1),
         ]  # fmt: skip
         if priced:
-            cells.append(_number(line["cost_per_million_output_tokens"], 2))
+            cells.append(rounded(line["cost_per_million_output_tokens"], 2))
         rows.append(tuple(cells))
     text = [
         "One line per layout, best first; latencies in milliseconds, means over seeds. KV tokens are those of one "
         "instance's ranks together."
     ]
-    if with_slo:
+    if with_slo and users:
+        text.append(
+            "The most users are the largest number that was run below every number at which a seed breaks the SLO; "
+            'where no larger number was run it says "or more".'
+        )
+    elif with_slo:
         text.append(
             "The highest rate is the highest that was run below every rate at which a seed breaks the SLO; where no "
             'higher rate was run it says "or more".'
@@ -199,8 +178,8 @@ def _screen_section(rows: Sequence[Row]) -> Section:
     columns = ("layout", "GPUs", "weights GiB", "KV GiB", "KV tokens", "sequences", "verdict")
     cells = tuple(
         (
-            label(row, rows), str(row["gpus"]), _number(row["weights_gib"], 1), _number(row["kv_available_gib"], 1),
-            _whole(row["kv_tokens_total"]), _number(row["max_concurrency"], 1), row["risk"] or "fits",
+            label(row, rows), str(row["gpus"]), rounded(row["weights_gib"], 1), rounded(row["kv_available_gib"], 1),
+            _whole(row["kv_tokens_total"]), rounded(row["max_concurrency"], 1), row["risk"] or "fits",
         )
         for row in fits
     )  # fmt: skip
@@ -208,54 +187,58 @@ def _screen_section(rows: Sequence[Row]) -> Section:
                    (Table(columns, cells, frozenset(range(1, 6))),))  # fmt: skip
 
 
-def _pareto_section(done: Sequence[Row]) -> Section:
+def _pareto_section(lines: Sequence[Mapping[str, Any]], done: Sequence[Row]) -> Section:
     front = pareto(done)
     traces: list[dict[str, Any]] = []
-    groups = list(by_layout(done).values())
+    found = by_layout(done)
+    groups = [found[layout_of(line["row"])] for line in lines]
     for number, group in enumerate(groups):
         known = [row for row in group if row.get("user_tokens_per_s")][: _MOST_POINTS // len(groups) or 1]
         traces.append(
             {
                 "type": "scatter", "mode": "markers", "name": label(group[0], done),
-                "x": [_short(row["user_tokens_per_s"]) for row in known],
-                "y": [_short(row["output_tokens_per_s_per_gpu"]) for row in known],
-                "text": [f"{row['rate_per_s']:.4g} requests/s, seed {row['seed']}" for row in known],
-                "marker": {"size": 7, "color": _colour(number), "symbol": number % 8},
+                "x": [short(row["user_tokens_per_s"]) for row in known],
+                "y": [short(row["output_tokens_per_s_per_gpu"]) for row in known],
+                "text": [f"{load_text(row)}, seed {row['seed']}" for row in known],
+                "marker": {"size": 7, "color": colour(number), "symbol": number % 8},
             }
         )  # fmt: skip
+    named = len(traces)
+    traces += layout_lines(groups)
     traces.append(
         {
             "type": "scatter", "mode": "lines", "name": "Pareto front", "line": {"color": "#333", "dash": "dot"},
-            "x": [_short(row["user_tokens_per_s"]) for row in front], "hoverinfo": "skip",
-            "y": [_short(row["output_tokens_per_s_per_gpu"]) for row in front],
+            "x": [short(row["user_tokens_per_s"]) for row in front], "hoverinfo": "skip",
+            "y": [short(row["output_tokens_per_s_per_gpu"]) for row in front],
         }
     )  # fmt: skip
-    layout = _axes("output tokens/s of a user (1 / TPOT p50)", "output tokens/s per GPU") | {"legendRows": len(traces)}
-    columns = ("layout", "requests/s", "tok/s of a user", "out tok/s per GPU")
+    layout = axes("output tokens/s of a user (1 / TPOT p50)", "output tokens/s per GPU") | {"legendRows": named + 1}
+    columns = ("layout", "users" if of_users(done) else "requests/s", "tok/s of a user", "out tok/s per GPU")
     table = Table(columns, tuple(
-        (label(row, done), f"{row['rate_per_s']:.4g}", _number(row["user_tokens_per_s"], 1),
-         _number(row["output_tokens_per_s_per_gpu"], 1))
+        (label(row, done), amount(row), rounded(row["user_tokens_per_s"], 1),
+         rounded(row["output_tokens_per_s_per_gpu"], 1))
         for row in front
     ), frozenset((1, 2, 3)))  # fmt: skip
+    text = "Each point is one replay. The dotted line joins those that none beats in both."
+    if of_users(done):
+        text += " The thin line of a layout goes through the means over its seeds, from few users to many."
     return Section(
         "Throughput per GPU against the speed of a user",
-        ("Each point is one replay. The dotted line joins those that none beats in both.",),
+        (text,),
         (table,),
         (Plot("pareto", tuple(traces), layout),),
     )
 
 
 def _shown_points(points: Sequence[Mapping[str, Any]], lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The first seed's point of each of the best layouts, at the rate of its line."""
-    wanted = {
-        (layout_of(line["row"]), line["rate_per_s"], line["row"]["seed"]): place for place, line in enumerate(lines)
-    }
+    """The first seed's point of each of the best layouts, at the load of its line."""
+    wanted = {(layout_of(line["row"]), line["load"], line["row"]["seed"]): place for place, line in enumerate(lines)}
     found = {}
     for point in points:
         row = point["row"]
         if row["status"] != "done":
             continue
-        place = wanted.get((layout_of(row), row["rate_per_s"], row["seed"]))
+        place = wanted.get((layout_of(row), load_of(row), row["seed"]))
         if place is not None and point["detail"]:
             found[place] = point
     return [found[place] for place in sorted(found)][:_SHOWN_LAYOUTS]
@@ -266,14 +249,14 @@ def _latency_section(shown: Sequence[Mapping[str, Any]], done: Sequence[Row]) ->
     for name, text in (("ttft", "TTFT, ms"), ("tpot", "TPOT, ms"), ("e2e", "request time, ms")):
         traces = tuple(
             {
-                "type": "scatter", "mode": "lines", "name": _at(point["row"], done), "line": {"color": _colour(number)},
+                "type": "scatter", "mode": "lines", "name": _at(point["row"], done), "line": {"color": colour(number)},
                 "x": point["detail"]["cdf_ms"][name], "y": [one / 100 for one in point["detail"]["cdf_percents"]],
                 "showlegend": name == "ttft",
             }
             for number, point in enumerate(shown)
             if name in point["detail"]["cdf_ms"]
         )  # fmt: skip
-        layout = _axes(text, "share of requests")
+        layout = axes(text, "share of requests")
         layout["xaxis"]["type"] = "log"
         layout["yaxis"]["range"] = [0, 1]
         layout["legendRows"] = len(shown) if name == "ttft" else 0
@@ -290,20 +273,24 @@ def _queue_section(shown: Sequence[Mapping[str, Any]], done: Sequence[Row]) -> S
     ):
         traces = tuple(
             {
-                "type": "scatter", "mode": "lines", "name": _at(point["row"], done), "line": {"color": _colour(number)},
+                "type": "scatter", "mode": "lines", "name": _at(point["row"], done), "line": {"color": colour(number)},
                 "x": point["detail"]["series"]["time_s"], "y": point["detail"]["series"][name],
                 "showlegend": name == "kv_share",
             }
             for number, point in enumerate(shown)
         )  # fmt: skip
-        layout = _axes("seconds", text)
+        layout = axes("seconds", text)
         layout["yaxis"]["rangemode"] = "tozero"
         layout["legendRows"] = len(shown) if name == "kv_share" else 0
         plots.append(Plot(f"series_{name}", traces, layout))
+    queue = (
+        "Users wait where there are more of them than the engines run at a time."
+        if of_users(done)
+        else "A queue that grows to the end means that the rate is above what the layout carries."
+    )
     text_ = (
         "All ranks together, reconstructed from the times of the requests: KV grows evenly with a request's prompt and "
-        "output. Shared prefixes are counted once per request, so the true use is at most this. A queue that grows to "
-        "the end means that the rate is above what the layout carries."
+        f"output. Shared prefixes are counted once per request, so the true use is at most this. {queue}"
     )
     return Section("KV use and queue over time", (text_,), (), tuple(plots))
 
@@ -332,11 +319,11 @@ def _step_section(points: Sequence[Mapping[str, Any]], done: Sequence[Row]) -> S
             {
                 "type": "bar", "orientation": "h", "name": part,
                 "x": [round(us / 1e3, 4) for us in _summed(parts[part]).values()],
-                "y": list(_summed(parts[part])), "marker": {"color": _colour(number) if part != "other" else "#bbb"},
+                "y": list(_summed(parts[part])), "marker": {"color": colour(number) if part != "other" else "#bbb"},
             }
             for number, part in enumerate(ordered)
         )  # fmt: skip
-        layout = _axes("milliseconds", "") | {"barmode": "stack", "height": 40 * len(found)}
+        layout = axes("milliseconds", "") | {"barmode": "stack", "height": 40 * len(found)}
         layout["yaxis"] |= {"automargin": True, "autorange": "reversed"}
         plots.append(Plot(f"steps_{which}", traces, layout))
         text.append(
@@ -431,28 +418,13 @@ def _plain(value: Any) -> str:
 
 
 def _at(row: Row, rows: Sequence[Row]) -> str:
-    return f"{label(row, rows)} at {row['rate_per_s']:.4g}/s"
-
-
-def _axes(x: str, y: str) -> dict[str, Any]:
-    return {"xaxis": {"title": {"text": x}, "automargin": True}, "yaxis": {"title": {"text": y}, "automargin": True}}
-
-
-def _colour(number: int) -> str:
-    return _COLOURS[number % len(_COLOURS)]
+    at = load_text(row) if of_users([row]) else f"{amount(row)}/s"
+    return f"{label(row, rows)} at {at}"
 
 
 def _right(columns: Sequence[str]) -> frozenset[int]:
     return frozenset(range(1, len(columns)))
 
 
-def _short(value: float) -> float:
-    return float(f"{value:.5g}")
-
-
 def _whole(value: int | None) -> str:
     return "-" if value is None else f"{value:,}"
-
-
-def _number(value: float | None, digits: int) -> str:
-    return "-" if value is None else f"{value:,.{digits}f}"

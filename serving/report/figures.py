@@ -4,6 +4,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
+from serving.report.load import by_load, doubts, load_of, load_text, mean_of, of_users
+
 Row = Mapping[str, Any]
 _LAYOUT: Final = (
     "model", "hardware", "gpus", "tp", "pp", "dp", "ep", "kv_dtype", "utilization", "max_model_len",
@@ -63,9 +65,7 @@ def by_layout(rows: Sequence[Row]) -> dict[tuple[Any, ...], list[Row]]:
 
 def pareto(rows: Sequence[Row]) -> list[Row]:
     """Points that no other point beats in both output tokens/s per GPU and tokens/s of a user, by the latter."""
-    known = [
-        row for row in rows if row["rate_per_s"] and row["user_tokens_per_s"] and row["output_tokens_per_s_per_gpu"]
-    ]
+    known = [row for row in rows if load_of(row) and row["user_tokens_per_s"] and row["output_tokens_per_s_per_gpu"]]
     front: list[Row] = []
     best = -1.0
     for row in sorted(known, key=lambda row: (-row["user_tokens_per_s"], -row["output_tokens_per_s_per_gpu"])):
@@ -78,30 +78,25 @@ def pareto(rows: Sequence[Row]) -> list[Row]:
 def capacity(rows: Sequence[Row], with_slo: bool) -> list[dict[str, Any]]:
     """One line per layout that ran, best first.
 
-    With an SLO, highest_rate_per_s is the highest rate below the lowest at which any seed breaks it (None: at no rate),
-    and the line's figures are those of that rate, else of the lowest rate. Without, those of the rate with most
-    output. Figures of several seeds are their means.
+    A load is a rate, or a number of users. With an SLO, highest_load is the highest below the lowest at which any seed
+    breaks it (None: at none), and the line's figures are those of that load, else of the lowest. Without, those of the
+    load with most output. Figures of several seeds are their means.
     """
     lines = []
-    for group in by_layout([row for row in finished(rows) if row["rate_per_s"]]).values():
-        rates: dict[float, list[Row]] = defaultdict(list)
-        for row in group:
-            rates[row["rate_per_s"]].append(row)
-        broken = [rate for rate, found in rates.items() if not all(row.get("slo_met") for row in found)]
-        kept = [rate for rate in rates if rate < min(broken, default=float("inf"))] if with_slo else []
-        if with_slo:
-            shown = max(kept) if kept else min(rates)
-        else:
-            shown = max(rates, key=lambda rate: _mean(rates[rate], "output_tokens_per_s") or 0.0)
-        first = rates[shown][0]
+    for group in by_layout([row for row in finished(rows) if load_of(row)]).values():
+        loads = by_load(group)
+        broken = [load for load, found in loads.items() if not all(row.get("slo_met") for row in found)]
+        kept = [load for load in loads if load < min(broken, default=float("inf"))] if with_slo else []
+        shown = (max(kept) if kept else min(loads)) if with_slo else _most_output(loads)
+        first = loads[shown][0]
         lines.append(
             {
                 "row": first,
-                "rate_per_s": shown,
-                "highest_rate_per_s": max(kept) if kept else None,
-                "bounded": bool(kept) and max(kept) < max(rates),
-                "seeds": len(rates[shown]),
-                **{name: _mean(rates[shown], name) for name in _AVERAGED},
+                "load": shown,
+                "highest_load": max(kept) if kept else None,
+                "bounded": bool(kept) and max(kept) < max(loads),
+                "seeds": len(loads[shown]),
+                **{name: mean_of(loads[shown], name) for name in _AVERAGED},
             }
         )
     return sorted(
@@ -109,15 +104,14 @@ def capacity(rows: Sequence[Row], with_slo: bool) -> list[dict[str, Any]]:
     )
 
 
+def _most_output(loads: Mapping[float, Sequence[Row]]) -> float:
+    return max(loads, key=lambda load: mean_of(loads[load], "output_tokens_per_s") or 0.0)
+
+
 def _score(line: Mapping[str, Any], with_slo: bool) -> float:
     if with_slo:
-        return float((line["highest_rate_per_s"] or 0.0) / line["row"]["gpus_total"])
+        return float((line["highest_load"] or 0.0) / line["row"]["gpus_total"])
     return float(line["output_tokens_per_s_per_gpu"] or 0.0)
-
-
-def _mean(rows: Sequence[Row], name: str) -> float | None:
-    values = [row[name] for row in rows if row.get(name) is not None]
-    return sum(values) / len(values) if values else None
 
 
 def refusals(rows: Iterable[Row]) -> list[tuple[str, str, list[Row]]]:
@@ -164,22 +158,28 @@ def verdict(header: Mapping[str, Any], rows: Sequence[Row]) -> list[str]:
     lines = capacity(rows, slo is not None)
     if not lines:
         return [f"No point ran: {tally['refused']} refused, {tally['failed']} failed."]
+    return [_best(lines, rows, slo is not None), *doubts(rows)]
+
+
+def _best(lines: Sequence[Mapping[str, Any]], rows: Sequence[Row], with_slo: bool) -> str:
     best_line = lines[0]
     best = best_line["row"]
     name = f"{label(best, rows)} on {best['gpus_total']} {best['hardware']}"
     mark = " Projected, not measured." if is_projected(best) else ""
-    if slo is None:
-        return [
+    if not with_slo:
+        return (
             f"Most output per GPU: {name}, {best_line['output_tokens_per_s_per_gpu']:,.1f} tokens/s per GPU at "
-            f"{best_line['rate_per_s']:.4g} requests/s.{mark}"
-        ]
-    if best_line["highest_rate_per_s"] is None:
+            f"{load_text(best)}.{mark}"
+        )
+    if best_line["highest_load"] is None:
         near = min(lines, key=lambda line: line["slo_worst_ratio"] or float("inf"))
         ratio = near["slo_worst_ratio"]
-        nearest = f"{label(near['row'], rows)} at {near['rate_per_s']:.4g} requests/s"
+        nearest = f"{label(near['row'], rows)} at {load_text(near['row'])}"
         excess = f", {ratio:.2f} times what is allowed" if ratio else ""
-        return [f"No point keeps the SLO. Nearest: {nearest}, limited by {near['row']['slo_limiting']}{excess}.{mark}"]
-    note = "" if best_line["bounded"] else " It is the highest rate that was run; the limit may lie above."
-    return [
-        f"Highest rate per GPU within the SLO: {name}, {best_line['highest_rate_per_s']:.4g} requests/s.{mark}{note}"
-    ]
+        return f"No point keeps the SLO. Nearest: {nearest}, limited by {near['row']['slo_limiting']}{excess}.{mark}"
+    if of_users([best]):
+        what, note = "Most users", " No larger number was run; the limit may lie above."
+    else:
+        what, note = "Highest rate", " It is the highest rate that was run; the limit may lie above."
+    note = "" if best_line["bounded"] else note
+    return f"{what} per GPU within the SLO: {name}, {load_text(best)}.{mark}{note}"

@@ -4,7 +4,7 @@ import json
 from html import escape
 from typing import Any
 
-from serving.report.content import Plot, Report, Section, Table
+from serving.report.parts import Plot, Report, Section, Table
 
 _STYLE = """
 :root { color-scheme: light; }

@@ -1,6 +1,6 @@
 """A report as Markdown: the same text and tables, without plots."""
 
-from serving.report.content import Report, Table
+from serving.report.parts import Report, Table
 
 _SPECIAL = "\\`*_{}[]<>#|!~&"
 

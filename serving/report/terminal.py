@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import IO, Any, Final
 
 from serving.report.figures import capacity, counts, finished, label, pareto, refusals
+from serving.report.load import amount, load_of, of_users
 
 _WIDTH: Final = 110
 _PLOT_COLUMNS: Final = 68
@@ -27,15 +28,15 @@ def print_results(rows: Sequence[Mapping[str, Any]], stream: IO[str], verdict: S
         with_slo = any(row.get("slo_met") is not None for row in done)
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
         table.add_column("layout", overflow="fold")
-        heads = ("GPUs", "req/s", "SLO rate", "tok/s/GPU", "tok/s/user", "TTFT p99", "TPOT p50")
-        for name in heads:
+        loads = ("users", "SLO users") if of_users(done) else ("req/s", "SLO rate")
+        for name in ("GPUs", *loads, "tok/s/GPU", "tok/s/user", "TTFT p99", "TPOT p50"):
             table.add_column(name, justify="right", no_wrap=True)
         for line in capacity(rows, with_slo)[:_MOST_ROWS]:
             table.add_row(
                 label(line["row"], done),
                 str(line["row"]["gpus_total"]),
-                f"{line['rate_per_s']:.4g}",
-                "-" if line["highest_rate_per_s"] is None else f"{line['highest_rate_per_s']:.4g}",
+                amount(line["row"]),
+                "-" if line["highest_load"] is None else amount(line["row"]),
                 _number(line["output_tokens_per_s_per_gpu"], 1),
                 _number(line["user_tokens_per_s"], 1),
                 _number(line["ttft_ms_p99"], 0),
@@ -53,9 +54,7 @@ def _number(value: float | None, digits: int) -> str:
 
 def pareto_text(rows: Sequence[Mapping[str, Any]]) -> str:
     """Throughput per GPU over the speed of a user, in characters: `o` on the front, `.` behind it."""
-    known = [
-        row for row in rows if row["rate_per_s"] and row["user_tokens_per_s"] and row["output_tokens_per_s_per_gpu"]
-    ]
+    known = [row for row in rows if load_of(row) and row["user_tokens_per_s"] and row["output_tokens_per_s_per_gpu"]]
     if not known:
         return "no point has a throughput"
     front = {id(row) for row in pareto(known)}

@@ -79,6 +79,16 @@ def test_a_sweep_leaves_one_table_with_every_point_and_refusal(swept):
 
 def test_a_killed_sweep_goes_on_where_it_was_and_gives_the_same_table(swept, bundles, tmp_path):
     spec = spec_of(tmp_path, bundles)
+    again, command, kept = killed_and_again(tmp_path, spec)
+    resumed = int(re.search(r"(\d+) found finished", again.stderr)[1])
+    assert resumed >= kept >= 2
+    assert (tmp_path / "out" / "results.csv").read_bytes() == (swept[0] / "results.csv").read_bytes()
+    third = run(*command[3:])
+    assert "0 points run, 6 found finished" in third.stderr
+
+
+def killed_and_again(tmp_path, spec):
+    """A sweep into tmp_path/out, killed after two points and started again; its command, and the points kept."""
     command = [sys.executable, "-m", "serving", "sweep", str(spec), "--output", str(tmp_path / "out"), "--workers", "1"]
     process = subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     journal = tmp_path / "out" / "points.jsonl"
@@ -91,11 +101,42 @@ def test_a_killed_sweep_goes_on_where_it_was_and_gives_the_same_table(swept, bun
     kept = journal.read_text().count("\n") - 1
     again = run(*command[3:])
     assert again.returncode == 0, again.stderr
-    resumed = int(re.search(r"(\d+) found finished", again.stderr)[1])
-    assert resumed >= kept >= 2
-    assert (tmp_path / "out" / "results.csv").read_bytes() == (swept[0] / "results.csv").read_bytes()
-    third = run(*command[3:])
-    assert "0 points run, 6 found finished" in third.stderr
+    return again, command, kept
+
+
+def test_users_are_swept_killed_resumed_and_reported(bundles, tmp_path):
+    loads = {"rates_per_s": None, "concurrencies": [16, 1, 4, 64]}
+    spec = spec_of(tmp_path, bundles, placements=[{"dp": 8, "ep": 8}], seeds=[1, 2], **loads)
+    content = yaml.safe_load(spec.read_text())
+    spec.write_text(yaml.safe_dump({key: value for key, value in content.items() if value is not None}))
+    again, _, kept = killed_and_again(tmp_path, spec)
+    assert int(re.search(r"(\d+) found finished", again.stderr)[1]) >= kept >= 2
+    whole = run("sweep", spec, "--output", tmp_path / "whole", "--workers", 2)
+    assert whole.returncode == 0, whole.stderr
+    table = (tmp_path / "out" / "results.csv").read_bytes()
+    assert table == (tmp_path / "whole" / "results.csv").read_bytes()
+    rows = rows_of(tmp_path / "out")
+    for seed in "12":
+        own = [row for row in rows if row["seed"] == seed]
+        assert [row["concurrency"] for row in own] == ["1", "4", "16", "64"]
+        assert {row["rate_per_s"] for row in own} == {""} and {row["finished"] for row in own} == {"40"}
+        output = [float(row["output_tokens_per_s"]) for row in own]
+        assert output == sorted(output)
+        assert [float(row["in_flight_mean"]) <= int(row["concurrency"]) + 1e-9 for row in own] == [True] * 4
+    text = " ".join(whole.stdout.split())
+    assert "SLO users" in text and "Too short: with 64 users" in text
+    for name in ("r.md", "r.html", "r.csv"):
+        assert run("report", tmp_path / "out", "--output", tmp_path / name).returncode == 0
+    page, document = (tmp_path / "r.md").read_text(), (tmp_path / "r.html").read_text()
+    assert "Most users per GPU within the SLO: tp1 dp8 ep8 on 8 H200" in page and "## From few users to many" in page
+    assert "requests/s" not in page and "requests/s" not in document.split("<script>")[0]
+    assert "concurrency" in (tmp_path / "r.csv").read_text().splitlines()[0].split(",")
+
+
+def test_a_sweep_of_rates_and_users_is_refused_before_anything_runs(bundles, tmp_path):
+    done = run("sweep", spec_of(tmp_path, bundles, concurrencies=[4]), "--output", tmp_path / "out")
+    assert done.returncode == 2 and not (tmp_path / "out").exists()
+    assert "sweep.yaml: rates_per_s and concurrencies are both given; remove one" in done.stderr
 
 
 def test_other_inputs_are_not_mixed_into_results(swept, bundles, tmp_path):

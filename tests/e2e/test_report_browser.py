@@ -53,16 +53,19 @@ def point(number, rate, met):
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
+    return written(tmp_path_factory.mktemp("page"), [point(n, 1.0 + n // 3, n < 6) for n in range(9)])
+
+
+def written(folder, points, **more):
     asked = {
         "name": EVIL, "mode": "replay", "models": [EVIL], "hardware": ["H200"], "workload": EVIL + ".jsonl",
         "requests": 10, "seeds": [1], "router": EVIL, "slo": {"ttft_ms": 5.0, "tpot_ms": None, "itl_ms": None,
         "e2e_ms": None, "percentile": 99.0, "goodput_share": None},
     }  # fmt: skip
-    header = {"made_by": "x", "command": "sweep", "sweep": asked, "workload_sha256": "0", "bundles": {EVIL: "0"}}
+    header = {"made_by": "x", "command": "sweep", "sweep": asked | more, "workload_sha256": "0", "bundles": {EVIL: "0"}}
     refused = {"status": "refused", "kind": "coverage", "reason": EVIL * 3}
-    points = [point(n, 1.0 + n // 3, n < 6) for n in range(9)]
-    points.append({"row": points[0]["row"] | refused, "detail": {}})
-    path = tmp_path_factory.mktemp("page") / "report.html"
+    points = [*points, {"row": points[0]["row"] | refused, "detail": {}}]
+    path = folder / "report.html"
     path.write_text(html_text(report_of(header, points)))
     return path
 
@@ -80,6 +83,22 @@ def test_it_draws_every_figure_and_runs_nothing_else(page, tmp_path):
     assert not re.search(r"<img[^>]*onerror", dom)
     assert page.stat().st_size < 6e6
     assert spent_s < 60  # the page itself takes far less; a loaded machine starts a browser slowly
+
+
+def test_a_page_of_users_draws_its_curves_too(tmp_path):
+    points = [point(n, float(4 ** (n // 3)), n < 6) for n in range(9)]
+    for one in points:
+        users = {"rate_per_s": None, "concurrency": int(one["row"]["rate_per_s"]), "in_flight_mean": 0.5}
+        one["row"] |= users | {"finished": 10, "rejected": 0, "unfinished": 0}
+    page = written(tmp_path, points, concurrencies=[1, 4, 16])
+    dom = browse(tmp_path, page, "--dump-dom")
+    names = [one["name"] for one in json.loads(re.search(r'id="figures">(.*?)</script>', page.read_text())[1])]
+    assert f'data-drawn="{len(names)}"' in dom and len(names) == 12
+    assert [name for name in names if name.startswith("users_")] == [
+        "users_output_tokens_per_s_per_gpu", "users_ttft_ms_p50", "users_tpot_ms_p50",
+    ]  # fmt: skip
+    assert "Too short: with 16 users" in dom and "requests/s" not in page.read_text().split("<script>")[0]
+    assert "<title>hacked</title>" not in dom and not re.search(r"<img[^>]*onerror", dom)
 
 
 def test_it_needs_nothing_from_elsewhere(page):

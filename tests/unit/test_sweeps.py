@@ -239,9 +239,9 @@ def test_pareto_keeps_what_no_point_beats():
 def test_the_highest_rate_lies_below_the_first_that_any_seed_breaks():
     rows = [row(1, 1, 1), row(2, 1, 1), row(2, 1, 1, met=False, seed=2), row(3, 1, 1)]
     (line,) = capacity(rows, True)
-    assert line["highest_rate_per_s"] == 1 and line["bounded"]
+    assert line["highest_load"] == 1 and line["bounded"]
     (line,) = capacity(rows[:2], True)
-    assert line["highest_rate_per_s"] == 2 and not line["bounded"]
+    assert line["highest_load"] == 2 and not line["bounded"]
 
 
 def test_refusals_are_grouped_by_reason():
