@@ -115,11 +115,11 @@ class Communication:
         across = self.parallel.tp > 1 and not self._slices
         if not across:
             ranks *= self.parallel.tp
-        rows = group_tokens * self.spec.hidden * ACTIVATION_BYTES
         if self.sends == "gather":
+            out, back = dispatch_bytes(self.spec), self.spec.hidden * ACTIVATION_BYTES
             return [
-                Call("all_gather experts", count, "all_gather", rows, ranks, across),
-                Call("reduce_scatter experts", count, "reduce_scatter", rows, ranks, across),
+                Call("all_gather experts", count, "all_gather", group_tokens * out, ranks, across),
+                Call("reduce_scatter experts", count, "reduce_scatter", group_tokens * back, ranks, across),
             ]
         # A rank holds 1 / ranks of the tokens and sends each to `copies` ranks.
         copies = self.reach * ranks if self.sends == "per_rank" else moe.topk

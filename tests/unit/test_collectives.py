@@ -231,11 +231,17 @@ def lines_of(model: str, parallel: Parallel, tokens: int) -> dict[str, tuple[int
 
 def test_max_dp_exchanges_hidden_states_around_the_experts_alone() -> None:
     lines = lines_of("deepseek-ai/DeepSeek-V3.2-Exp", Parallel(dp=8, ep=8), 100)
-    each = 7 * 20 + 800 * 7168 * 2 * 7 / 8 / 16e3
+    out, back = (7 * 20 + 800 * 7168 * width * 7 / 8 / 16e3 for width in (1 + 4 / 128, 2))
     assert lines == {
-        "all_gather experts": (58, pytest.approx(58 * each)),
-        "reduce_scatter experts": (58, pytest.approx(58 * each)),
+        "all_gather experts": (58, pytest.approx(58 * out)),
+        "reduce_scatter experts": (58, pytest.approx(58 * back)),
     }
+
+
+def test_experts_of_bf16_weights_get_their_tokens_in_bf16() -> None:
+    lines = lines_of("zai-org/GLM-5", Parallel(dp=8, ep=8), 100)
+    each = 7 * 20 + 800 * 6144 * 2 * 7 / 8 / 16e3
+    assert lines["all_gather experts"] == lines["reduce_scatter experts"] == (75, pytest.approx(75 * each))
 
 
 def test_tensor_parallel_reduces_after_attention_and_mlp_and_around_the_vocabulary() -> None:
@@ -275,8 +281,8 @@ def test_a_measured_send_is_asked_within_a_node() -> None:
 def test_divided_experts_of_several_engines_gather_all_their_tokens_and_are_summed_in_each() -> None:
     """Without expert parallelism vLLM's exchange is among ranks of one place in each engine; nothing is sliced."""
     lines = lines_of("deepseek-ai/DeepSeek-V3.2-Exp", Parallel(tp=2, dp=4, ep=1), 100)
-    each = 3 * 20 + 400 * 7168 * 2 * 3 / 4 / 16e3
-    assert lines["all_gather experts"] == (58, pytest.approx(58 * each))
-    assert lines["reduce_scatter experts"] == (58, pytest.approx(58 * each))
+    out, back = (3 * 20 + 400 * 7168 * width * 3 / 4 / 16e3 for width in (1 + 4 / 128, 2))
+    assert lines["all_gather experts"] == (58, pytest.approx(58 * out))
+    assert lines["reduce_scatter experts"] == (58, pytest.approx(58 * back))
     assert lines["all_reduce mlp"][0] == 61
     assert "all_gather mlp slices" not in lines

@@ -67,9 +67,9 @@ def group_us(tokens: int) -> float:
     """Experts of one of eight ranks, and the exchange around them."""
     assert SPEC.moe is not None
     experts = 32 * (1 - (1 - 8 / 256) ** tokens)
-    rows = tokens * SPEC.hidden * 2
+    out, back = tokens * SPEC.hidden * (1 + 4 / 128), tokens * SPEC.hidden * 2
     links = from_hardware(H200)
-    us = priced.experts_us(tokens, experts) + links.all_gather_us(rows, 8) + links.reduce_scatter_us(rows, 8)
+    us = priced.experts_us(tokens, experts) + links.all_gather_us(out, 8) + links.reduce_scatter_us(back, 8)
     return 58 * us
 
 
