@@ -275,7 +275,8 @@ def _launch_us(kernel: Kernel, batch: Batch) -> float:
     assert kernel.launch is not None
     keys, decodes = kernel.keys(batch), _mean(kernel, batch)
     tiles = kernel.launch.us(decodes, len(keys), sum(keys) / len(keys), max(keys), batch.prefills)
-    return max(sum(_parts(kernel, batch)), tiles)
+    prefills = sum(_parts(kernel, batch)) - decodes
+    return max(kernel.launch.added_us(decodes, prefills), tiles)
 
 
 def _prefills_us(kernel: Kernel, batch: Batch, together: Together | Tiles | None) -> float:

@@ -76,7 +76,8 @@ class Tiles:
 
 @dataclass(frozen=True, slots=True)
 class JointLaunch:
-    """Prefills beside decodes in the form `launch`: at least as long as the tiles of all take.
+    """Prefills beside decodes in the form `launch`: what both take, the launch counted once, and at least as long as
+    the tiles of all.
 
     Where long requests are split only as far as the longest chunk of the launch allows, an unsplit decode keeps one
     multiprocessor busy long after the others are done. block_us: of a block that waits for nothing (least_block_us).
@@ -87,6 +88,10 @@ class JointLaunch:
     work: JointWork
     block_us: float
     fixed_us: float
+
+    def added_us(self, decode_us: float, prefill_us: float) -> float:
+        """Microseconds of decodes and prefills, each of which had a launch of its own, in one."""
+        return max(decode_us, prefill_us, decode_us + prefill_us - self.fixed_us)
 
     def us(self, decode_us: float, requests: int, keys: float, longest: float, prefills: Sequence[Prefill]) -> float:
         """Microseconds of a launch. decode_us: of its decodes alone, which have `keys` on average."""

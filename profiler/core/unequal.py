@@ -24,7 +24,8 @@ Prefills beside decode requests add to these:
 
     sum     what they take without them
     beside  what the kernel takes that runs them there, where another one runs short chunks alone
-    launch  as `sum`, but no less than until the last tile of both ends (profiler.core.launch)
+    launch  as `sum`, the fixed part of the launch counted once, but no less than until the last tile of both ends
+            (profiler.core.launch)
 """
 
 from bisect import bisect_left, bisect_right

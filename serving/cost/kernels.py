@@ -24,8 +24,8 @@ class Kernel:
     of unequal lengths (profiler.core.unequal has both forms). fixed_us: see profiler.core.grid.fixed_us. cap_tokens:
     most keys that it reads of each request, 0 for all. prefill_when: the steps in which it takes prefill rows. beside:
     what prefills add to decodes where other kernels run them than alone; a single new token is then one more decode.
-    launch: the least that decodes and prefills of one launch take. captured: for engines that capture whole decode
-    steps; steps of at most as many tokens are then split as decodes alone are, so that `launch` is for longer ones.
+    launch: decodes and prefills of one launch, and the least that these take. captured: for engines that capture whole
+    decode steps; in steps of at most as many tokens decodes are split as alone, and no such least time holds.
     """
 
     name: str
@@ -65,8 +65,11 @@ class Kernel:
             return self._decode(decodes, keys, longest)
         if self.mixed is None:
             alone = self._decode(decodes, keys, longest)
-            added = alone + self._prefills(prefills)
-            if self.launch is None or (self.captured is not None and shape.tokens <= self.captured.tokens):
+            own = self._prefills(prefills)
+            if self.launch is None:
+                return alone + own
+            added = self.launch.added_us(alone, own)
+            if self.captured is not None and shape.tokens <= self.captured.tokens:
                 return added
             return max(added, self.launch.us(alone, decodes, keys, longest, prefills))
         first = max(prefills, key=causal_work)

@@ -201,8 +201,20 @@ def test_measured_decodes_beside_a_chunk_are_met(batch: tuple[tuple[int, int], i
     prefill, requests = batch
     grid, joint = launch()
     decodes = DECODES[requests, KEYS[requests]]
-    price = max(decodes + grid.at(*prefill), joint.us(decodes, requests, KEYS[requests], KEYS[requests], [prefill]))
+    price = max(
+        joint.added_us(decodes, grid.at(*prefill)),
+        joint.us(decodes, requests, KEYS[requests], KEYS[requests], [prefill]),
+    )
     assert price == pytest.approx(us, rel=0.08)
+
+
+@pytest.mark.parametrize(("decodes", "prefill", "us"), [(48.7, 12.8, 49.6), (48.7, 36.7, 64.4), (48.7, 17.5, 56.4)])
+def test_short_decodes_beside_a_short_chunk_share_one_launch(decodes: float, prefill: float, us: float) -> None:
+    """64 decodes of 4,096 keys beside 128, 2,048 and 512 tokens at tp 8 of an H200, and what both take alone."""
+    _, joint = launch()
+    one = replace(joint, fixed_us=10.7)
+    assert one.added_us(decodes, prefill) == pytest.approx(us, rel=0.2) and decodes + prefill > 1.1 * us
+    assert joint.added_us(5.0, 4.0) == 5.0
 
 
 def test_one_long_decode_among_short_ones_is_not_split_beside_a_chunk() -> None:
@@ -280,7 +292,7 @@ def test_serving_prices_a_launch_as_the_report_does(prefills: list[tuple[int, in
         if len(prefills) == 1
         else kernel.fixed_us + beyond_fixed_us(grid, kernel.fixed_us, kernel.together, prefills)
     )
-    expected = max(decodes + shared, joint.us(decodes, 8, 8000.0, 30_000, prefills))
+    expected = max(joint.added_us(decodes, shared), joint.us(decodes, 8, 8000.0, 30_000, prefills))
     assert kernel.us(shape, prefills) == pytest.approx(expected)
     assert replace(kernel, launch=None).us(shape, prefills) == pytest.approx(decodes + shared)
 
@@ -328,7 +340,8 @@ def test_attention_of_short_steps_is_split_where_decode_steps_are_captured() -> 
         shape = StepShape(((chunk, 0),), 8, 8 * 65_536, 65_536, 8 * 65_536, 8)
         return kernel.us(shape, shape.prefills)
 
-    assert us(graphs, 504) == grid.at(8, 65_536) + grid.at(504, 0) < us(eager, 504) / 4
+    one_launch = grid.at(8, 65_536) + grid.at(504, 0) - joint.fixed_us
+    assert us(graphs, 504) == pytest.approx(one_launch) and one_launch < us(eager, 504) / 4
     assert us(graphs, 505) == us(eager, 505)
     decodes = StepShape((), 8, 8 * 65_536, 65_536, 8 * 65_536, 8)
     assert graphs.us(decodes, ()) == eager.us(decodes, ())
