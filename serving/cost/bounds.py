@@ -2,13 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 
 from profiler.core.even_load import activated_experts, local_pairs
 from profiler.core.hardware import Hardware
 from profiler.core.modules import fold_for
 from profiler.core.shard import moe_tensor_parallel
 from profiler.core.types import Component, ModelSpec, Parallel
+from profiler.kernels._work import Work
 from profiler.module_work import Part, parts_of_row
 from profiler.sweep import rank_spec
 from serving.backends import Sends
@@ -16,6 +17,12 @@ from serving.collectives import Collectives, Tier
 from serving.core.shape import StepShape
 from serving.cost.communication import Communication
 from serving.cost.step import TableCost
+
+# Which cache a kernel reads. Dense prefill of latents is counted in two bytes already.
+_READS: Final = {
+    **dict.fromkeys(("attention", "sparse_mla", "sparse_gqa"), "main"),
+    **dict.fromkeys(("index_scores", "block_scores"), "index"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +82,16 @@ class Bounds:
     def _parts(self, one: Component, key: tuple[float, ...]) -> tuple[Part, ...]:
         rank = rank_spec(self.spec, self.parallel.tp, moe_tensor_parallel(self.parallel))
         whole = tuple(int(value) if float(value).is_integer() else round(value) for value in key)
-        return parts_of_row(rank, one.category, one.name, whole, str(self.meta["weights"]))
+        parts = parts_of_row(rank, one.category, one.name, whole, str(self.meta["weights"]))
+        return tuple(replace(part, work=self._as_stored(part)) for part in parts)
+
+    def _as_stored(self, part: Part) -> Work:
+        """The work with cached elements of as many bytes as the bundle's caches have; tables count one."""
+        if (cache := _READS.get(part.name)) is None:
+            return part.work
+        name, elements = _elements(self.spec, cache)
+        stored = {one["name"]: one["bytes_per_token_layer"] for one in self.meta["kv"]["caches"]}
+        return replace(part.work, activation_bytes=part.work.activation_bytes * stored.get(name, elements) / elements)
 
     def _collectives(self, tokens: int, group: int, shape: StepShape | None) -> dict[str, float]:
         """The bytes of each collective at the peak of its link, without any latency."""
@@ -91,6 +107,15 @@ class Bounds:
         lines = comm.tensor_lines(tokens) + comm.expert_lines(group)
         lines += comm.head_lines(shape.sampled_sequences if shape else 0)
         return {entry.component: entry.us / entry.calls for entry in lines}
+
+
+def _elements(spec: ModelSpec, cache: str) -> tuple[str, int]:
+    """(name in meta.yaml, elements of a token and layer) of the main or the index cache, all heads."""
+    if cache == "index":
+        return "index_keys", spec.indexer.head_dim if spec.indexer else 1
+    if spec.mla is not None:
+        return "mla_latent", spec.mla.latent_dim
+    return "gqa_kv", 2 * spec.gqa.num_kv_heads * spec.gqa.head_dim if spec.gqa else 1
 
 
 def calls_by_part(spec: ModelSpec, meta: Any) -> dict[str, dict[str, int]]:

@@ -84,10 +84,23 @@ def test_bounds_follow_their_closed_forms(tmp_path: Path) -> None:
     reached = round(32 * (1 - (1 - 8 / 256) ** 384))
     weights = reached * 3 * 7168 * 2048
     assert found["experts"][0].bound_us == pytest.approx(58 * weights / hbm, rel=0.02)
-    # Keys of 33 requests, not of the padding.
-    scores = (33 * 4096 * 128 + 33 * 64 * 128) / hbm
+    # Keys of 33 requests, not of the padding, 132 bytes each.
+    scores = (33 * 4096 * 128 + 33 * 64 * 128) * 132 / 128 / hbm
     flops = 2 * 64 * 128 * 33 * 4096 / fp8
     assert found["index_scores"][0].bound_us == pytest.approx(58 * max(scores, flops), rel=1e-6)
+
+
+def test_cached_elements_count_as_many_bytes_as_the_tables_were_measured_with() -> None:
+    """MiniMax-M3 in bf16 at tp 4: keys and values of one head take 512 bytes, an index key 256."""
+    spec, parallel = load_model("MiniMaxAI/MiniMax-M3"), Parallel(tp=4, dp=2, ep=8)
+    bundle = read_bundle(default_bundle_root() / "H200" / spec.name / "bf16")
+    cost = build_cost(bundle=bundle, spec=spec, parallel=parallel, hardware=H200, max_num_batched_tokens=8192)
+    shapes = [StepShape((), 32, 32 * 8192, 8192, 32 * 2048, 32)] * 2
+    least = Bounds(spec, parallel, H200, bundle.meta).by_component(cost, shapes, 0)
+    queries = 16 * 128
+    assert least["attention"] == pytest.approx(32 * (8192 * 512 + 2 * 2 * queries) / 4800e3, rel=1e-6)
+    assert least["sparse_gqa"] == pytest.approx(32 * ((2048 - 127) * 512 + 2 * 2 * queries) / 4800e3, rel=1e-6)
+    assert least["block_scores"] == pytest.approx(32 * (8192 + 1) * 256 / 4800e3, rel=1e-6)
 
 
 def test_padding_and_waiting(tmp_path: Path) -> None:
