@@ -83,7 +83,7 @@ def test_dp8_serves_a_flood_of_short_chats_better_than_tp8(tmp_path: Path, cache
 def test_total_throughput_of_requests_of_one_length(
     tmp_path: Path, layout: str, cache: str, count: int, prompt: int, output: int, public: float
 ) -> None:
-    """Tokens/s of requests of one length, all at once. Another engine, which sends bf16 and by all-reduces in steps with
+    """Tokens/s of requests of one length, all at once. Another engine, whose exchange is bf16 and all-reduces in
     prefills, so within 27 %; with the cache and the prefills of vLLM 0.13 within a fifth."""
     settings: dict[str, Any] = {"seqs": 1024, "cache": cache, "sparse": True} if layout == "tp8" else {}
     found = replayed(tmp_path, layout, [(prompt, output)] * count, **settings)
