@@ -34,7 +34,7 @@ from profiler.core.batch_text import Batch, parse_batch
 from profiler.core.bundle import Table
 from profiler.core.errors import CoverageError
 from profiler.core.grid import Grid, Outside, batch_rows, fixed_us
-from profiler.core.launch import JointLaunch, Tiles
+from profiler.core.launch import JointLaunch, Passes, Tiles
 from profiler.core.skew_fit import SkewFit
 from profiler.core.types import Category, ModelSpec
 from profiler.core.unequal import Beside, Skew, Together, beyond_fixed_us, make_skew
@@ -73,7 +73,7 @@ class Kernel:
     together: Together | None = None
     longest_at: tuple[int, ...] = ()
     beside: Beside | None = None
-    tiles: Tiles | None = None
+    tiles: Tiles | Passes | None = None
     launch: JointLaunch | None = None
 
     def keys(self, batch: Batch) -> list[int]:
@@ -279,7 +279,7 @@ def _launch_us(kernel: Kernel, batch: Batch) -> float:
     return max(kernel.launch.added_us(decodes, prefills), tiles)
 
 
-def _prefills_us(kernel: Kernel, batch: Batch, together: Together | Tiles | None) -> float:
+def _prefills_us(kernel: Kernel, batch: Batch, together: Together | Tiles | Passes | None) -> float:
     assert kernel.prefill is not None
     return kernel.fixed_us + beyond_fixed_us(kernel.prefill, kernel.fixed_us, together, batch.prefills)
 

@@ -31,6 +31,12 @@ class LaunchWork(PrefillWork, Protocol):
     def launched(self, prefills: Sequence[Prefill]) -> Launched: ...
 
 
+class TogetherWork(PrefillWork, Protocol):
+    """The tiles of several prefills in launches that each hold those of all."""
+
+    def together(self, prefills: Sequence[Prefill]) -> float: ...
+
+
 class JointWork(PrefillWork, Protocol):
     """The tiles of decodes and prefills in one launch, decodes first."""
 
@@ -72,6 +78,24 @@ class Tiles:
             chunk, context = most
         alike_us = max(0.0, grid.at(chunk, context) - fixed_us)
         return alike_us * all_of_them.work / self.work.prefill(chunk, context)
+
+
+@dataclass(frozen=True, slots=True)
+class Passes:
+    """Several prefills in the form `tiles`, of a kernel that is several launches.
+
+    What the prefills take one by one, in the ratio of the work of all together to the work of each: no single chunk has
+    the tiles of all, since a longer one would also read more of what stands before it.
+    """
+
+    work: TogetherWork
+
+    def beyond_fixed_us(self, grid: Grid, fixed_us: float, prefills: Sequence[Prefill]) -> float:
+        """Microseconds without the fixed part of the launches. Raises CoverageError outside the table."""
+        total = sum(max(0.0, grid.at(*prefill) - fixed_us) for prefill in prefills)
+        if len(prefills) < 2:
+            return total
+        return total * self.work.together(prefills) / sum(self.work.prefill(*prefill) for prefill in prefills)
 
 
 @dataclass(frozen=True, slots=True)

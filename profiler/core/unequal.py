@@ -35,7 +35,7 @@ from typing import Any
 
 from profiler.core.grid import Grid
 from profiler.core.grid_work import Work
-from profiler.core.launch import Prefill, Tiles
+from profiler.core.launch import Passes, Prefill, Tiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,13 +136,13 @@ class Together:
 
 
 def beyond_fixed_us(
-    grid: Grid, fixed_us: float, together: Together | Tiles | None, prefills: Sequence[Prefill]
+    grid: Grid, fixed_us: float, together: Together | Tiles | Passes | None, prefills: Sequence[Prefill]
 ) -> float:
     """Prefills of one launch without its fixed part; the form is `once` where `together` is None."""
     if together is None:
         at = grid.at
         return sum(max(0.0, at(chunk, context) - fixed_us) for chunk, context in prefills)
-    if isinstance(together, Tiles):
+    if isinstance(together, Tiles | Passes):
         return together.beyond_fixed_us(grid, fixed_us, prefills)
     tokens = sum(chunk for chunk, _ in prefills)
     return sum(together.share_us(grid, fixed_us, prefill, tokens) for prefill in prefills)

@@ -175,6 +175,32 @@ class DenseWork:
             total += more + _merge(chunk * self.heads, parts, self.values) if parts else more
         return total + _TOKEN_HEAD * self.heads * (chunk + context)
 
+    def together(self, prefills: Sequence[Prefill]) -> float:
+        """Blocks of several chunks, request by request in each of the two launches."""
+        own, before = [], []
+        for chunk, context in prefills:
+            rows = math.ceil(chunk / _DENSE_ROWS)
+            own.append((chunk, [math.ceil(row * _DENSE_ROWS / self.keys) for row in range(rows, 0, -1)]))
+            before.append((chunk, [math.ceil(context / self.keys)] * rows))
+        total = self._launch(own)
+        if any(context for _, context in prefills):
+            total += self._launch(before)
+        return total + _TOKEN_HEAD * self.heads * sum(chunk + context for chunk, context in prefills)
+
+    def _launch(self, requests: Sequence[tuple[int, Sequence[int]]]) -> float:
+        """requests: tokens, and the blocks of each row of tiles, the longest first. Without any a row is still run."""
+        most = most_splits(
+            self.heads * max(len(rows) for _, rows in requests), max(rows[0] for _, rows in requests), self.sm_count
+        )
+        every = self.heads * sum(len(rows) * rows[0] for _, rows in requests)
+        tiles, merged = [], 0.0
+        for chunk, rows in requests:
+            n = splits(rows[0], every, most, self.sm_count)
+            tiles += [(self.heads * n, math.ceil(blocks / n) + _TILE) for blocks in rows]
+            if most > 1:
+                merged += _merge(chunk * self.heads, n, self.values)
+        return first_free(tiles, self.sm_count) + merged
+
     def bends(self, chunk: int, last_context: float) -> Iterator[float]:
         """The last context of each block, and the first of the next."""
         for end in range(0, int(last_context) + 1, self.keys):

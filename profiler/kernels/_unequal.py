@@ -5,11 +5,11 @@ from typing import Final
 
 from profiler.core.grid import Grid
 from profiler.core.grid_work import Work
-from profiler.core.launch import Captured, JointLaunch, Tiles, least_block_us
+from profiler.core.launch import Captured, JointLaunch, Passes, Tiles, least_block_us
 from profiler.core.types import ModelSpec
 from profiler.core.unequal import Together
 from profiler.kernels._block_sparse import ScoreWork, TopkWork
-from profiler.kernels._flash_attention import GroupedWork
+from profiler.kernels._flash_attention import DenseWork, GroupedWork
 from profiler.kernels._placement import Ran, decode_straight, prefill_straight, prefill_work, steps_of
 
 # vLLM's top-k of decode rows (csrc/topk.cu): up to 8 rows, up to 32 with more shared memory, each row by a group of
@@ -33,15 +33,17 @@ def together_of(name: str, spec: ModelSpec, ran: Ran | None) -> Together | None:
     return Together(work, tuple(steps), max(work.cap_keys or 0, work.select_beyond))
 
 
-def tiles_of(name: str, spec: ModelSpec, ran: Ran | None) -> Tiles | None:
+def tiles_of(name: str, spec: ModelSpec, ran: Ran | None) -> Tiles | Passes | None:
     """What the form `tiles` needs; None for a kernel whose tiles of several requests are not known."""
     work = prefill_straight(name, ran)
+    if isinstance(work, DenseWork):
+        return Passes(work)
     if not isinstance(work, ScoreWork | TopkWork | GroupedWork):
         return None
     return Tiles(work, max(steps_of(spec, name), default=0))
 
 
-def sharing_of(form: str | None, name: str, spec: ModelSpec, ran: Ran | None) -> Together | Tiles | None:
+def sharing_of(form: str | None, name: str, spec: ModelSpec, ran: Ran | None) -> Together | Tiles | Passes | None:
     """Several prefills in the form that a bundle chose; None for `once`."""
     if form == "tiles":
         return tiles_of(name, spec, ran)

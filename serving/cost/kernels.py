@@ -6,7 +6,7 @@ from typing import Literal
 
 from profiler.core.grid import Grid
 from profiler.core.grid_mixed import MixedGrid
-from profiler.core.launch import Captured, JointLaunch, Prefill, Tiles
+from profiler.core.launch import Captured, JointLaunch, Passes, Prefill, Tiles
 from profiler.core.unequal import Beside, Skew, Together, beyond_fixed_us
 from serving.core.shape import StepShape
 
@@ -34,7 +34,7 @@ class Kernel:
     decode: Grid | None
     mixed: MixedGrid | None
     skew: Skew | None
-    together: Together | Tiles | None
+    together: Together | Tiles | Passes | None
     fixed_us: float
     cap_tokens: int
     prefill_when: PrefillWhen
