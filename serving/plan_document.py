@@ -288,9 +288,12 @@ def _print_speeds(rows: list[dict[str, Any]]) -> None:
         _print_table(table)
     for name in dict.fromkeys(row["step_tables"] for row in rows if row["step_tables"]):
         print(f"tables: {name}")
+    reasons: dict[str, list[str]] = {}
     for row in rows:
         if row["step_reason"]:
-            print(f"no step of {_spell(row)}: {row['step_reason']}")
+            reasons.setdefault(row["step_reason"], []).append(_spell(row))
+    for reason, spelled in reasons.items():
+        print(f"no step of {'; '.join(spelled)}: {reason}")
 
 
 def _print_terms(terms: dict[str, float], sources: dict[str, str]) -> None:

@@ -91,24 +91,34 @@ class Bundle:
         return tuple(sorted({tp for tp, _ in self.tables}))
 
     def table(self, tp: int, category: Category) -> Table:
-        """The table of one tensor-parallel degree. Raises CoverageError naming the tables that exist."""
+        """The table of one tensor-parallel degree. Raises CoverageError naming the degrees or tables that exist."""
         found = self.tables.get((tp, category))
-        if found is None:
-            have = ", ".join(f"tp{t}/{c}" for t, c in sorted(self.tables)) or "none"
+        if found is not None:
+            return found
+        if self.tables and tp not in self.tps:
             raise CoverageError(
-                f"{self.path}: no table tp{tp}/{category}; the bundle has {have}. "
-                f"Measure it with: {self.profile_command(tp, category)}"
+                f"{self.path}: no tables of tp {tp}, only of tp {', '.join(map(str, self.tps))}. "
+                f"Measure them with: {self.profile_command(tp)}"
             )
-        return found
-
-    def profile_command(self, tp: int, category: Category, extra: str = "") -> str:
-        """The command that would measure a table of this bundle."""
-        # Divided experts come with the passes of the projections, up to the tokens of a step.
-        wanted = "dense --max-num-batched-tokens N" if category == "moe" and tp > 1 else category
-        command = (
-            f"python -m profiler profile {self.meta['model']} --hardware {self.meta['hardware']} --tp {tp} "
-            f"--categories {wanted}"
+        have = ", ".join(f"tp{t}/{c}" for t, c in sorted(self.tables)) or "none"
+        raise CoverageError(
+            f"{self.path}: no table tp{tp}/{category}; the bundle has {have}. "
+            f"Measure it with: {self.profile_command(tp, category)}"
         )
+
+    def profile_command(
+        self, tp: int, category: Category | None = None, extra: str = "", model: str | None = None
+    ) -> str:
+        """The command that would measure a table of this bundle, or without a category all tables of a degree.
+
+        model: by default the bundle's.
+        """
+        named = model or self.meta["model"]
+        command = f"python -m profiler profile {named} --hardware {self.meta['hardware']} --tp {tp}"
+        if category is not None:
+            # Divided experts come with the passes of the projections, up to the tokens of a step.
+            wanted = "dense --max-num-batched-tokens N" if category == "moe" and tp > 1 else category
+            command += f" --categories {wanted}"
         layout = self.meta["kv"]["layout"]
         if str(self.meta["variant"]).endswith(f"-kv{layout}"):
             command += f" --kv-cache-dtype {layout}"

@@ -353,7 +353,7 @@ def test_splits_that_are_not_priced_are_refused(bundle: Bundle, parallel: Parall
 
 
 def test_missing_tables_name_the_command(bundle: Bundle) -> None:
-    with pytest.raises(CoverageError, match=r"tp8/dense.*--tp 8 --categories dense"):
+    with pytest.raises(CoverageError, match=r"no tables of tp 8, only of tp 1\..*--tp 8$"):
         cost(bundle, parallel=Parallel(tp=8, ep=8))
     with pytest.raises(CoverageError, match=r"experts: no rows for ep 1; measured: 8"):
         cost(bundle, parallel=Parallel())

@@ -52,7 +52,7 @@ def test_what_cannot_be_priced_says_why(tmp_path: Path) -> None:
     held = speed(tmp_path, Parallel(dp=8, ep=8), Load(65536, 64), **limits)
     assert held.decode_step_ms is None
     assert held.reason == "a rank holds 2 requests of 65,536 tokens at once, 8 are needed"
-    assert "no table tp8/" in str(speed(tmp_path, Parallel(tp=8, ep=8), Load(4096), **limits).reason)
+    assert "no tables of tp 8, only of tp 1." in str(speed(tmp_path, Parallel(tp=8, ep=8), Load(4096), **limits).reason)
     assert "pipeline" in str(speed(tmp_path, Parallel(dp=4, pp=2, ep=4), Load(4096), **limits).reason)
     (tmp_path / "empty").mkdir()
     assert "no bundle of" in str(speed(tmp_path / "empty", Parallel(dp=8, ep=8), Load(4096)).reason)
