@@ -16,8 +16,7 @@ from serving.config import Cluster, Instance
 from serving.core.shape import StepCost, StepShape
 from serving.cost.communication import Communication
 from serving.deployment import Deployed, deploy, instance_model
-from serving.explain import parse_rank
-from serving.explained import ranks_of
+from serving.explained import rank_of, ranks_of
 from serving.routing import own_reach
 
 Step = Sequence[StepShape | None]
@@ -69,8 +68,7 @@ def window(cluster: Cluster, trace: Path, bundle_root: Path, first: int, count: 
 def single(instance: Instance, batches: Sequence[str]) -> list[Step]:
     """The step whose ranks have these batches, as serving.explained reads them."""
     spec = instance_model(instance)
-    cap = spec.indexer.attended_cap_tokens if spec.indexer else None
-    return [ranks_of([parse_rank(text, cap) for text in batches], _group(instance).dp)]
+    return [ranks_of([rank_of(text, spec) for text in batches], _group(instance).dp)]
 
 
 def export_steps(instance: Instance, steps: Sequence[Step], prefix: Path, bundle_root: Path) -> Exported:

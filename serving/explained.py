@@ -7,6 +7,7 @@ from pathlib import Path
 from profiler.core.errors import ConfigError
 from profiler.core.hardware import known_hardware, load_hardware
 from profiler.core.shard import describe
+from profiler.core.types import ModelSpec
 from serving.backends import sends
 from serving.config import Instance
 from serving.core.shape import StepShape
@@ -26,8 +27,7 @@ def explain_instance(
     """
     deployed = deploy(instance, 0, bundle_root, allow_extrapolation)
     one, spec = deployed.deployment, instance_model(instance)
-    cap = spec.indexer.attended_cap_tokens if spec.indexer else None
-    shapes = ranks_of([parse_rank(text, cap) for text in batches], one.parallel.dp if one.lockstep else 1)
+    shapes = ranks_of([rank_of(text, spec) for text in batches], one.parallel.dp if one.lockstep else 1)
     parallel = one.parallel if one.lockstep else replace(one.parallel, dp=1)
     hardware = load_hardware(instance.hardware) if instance.hardware in known_hardware() else None
     bounds = None
@@ -42,6 +42,19 @@ def explain_instance(
         f"({tables.provenance}, {tables.hardware}/{tables.variant_of(one.model)}, {tables.engine})"
     )
     return found, title
+
+
+def rank_of(text: str, spec: ModelSpec) -> StepShape | None:
+    """One rank's batch, None for an idle one. Raises ConfigError for another form and for a request that is longer than
+    the model's context."""
+    shape = parse_rank(text, spec.indexer.attended_cap_tokens if spec.indexer else None)
+    if shape is not None:
+        longest = max([shape.decode_kv_max_tokens, *(chunk + context for chunk, context in shape.prefills)])
+        if longest > spec.max_position:
+            raise ConfigError(
+                f"--batch {text!r}: a request of {longest:,} tokens; {spec.name} ends at {spec.max_position:,}"
+            )
+    return shape
 
 
 def ranks_of(shapes: Sequence[StepShape | None], ranks: int) -> list[StepShape | None]:

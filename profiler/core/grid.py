@@ -48,12 +48,15 @@ class Outside:
     """What to do with a point outside a table.
 
     kernel and command make the message; extrapolated counts the points per kernel that were continued linearly.
+    longest_tokens: the longest context that `command` measures, None for any; `instead` is the command for longer ones.
     """
 
     kernel: str
     command: str
     allow_extrapolation: bool = False
     extrapolated: Counter[str] = field(default_factory=Counter)
+    longest_tokens: int | None = None
+    instead: str = ""
 
     def refuse(self, point: Sequence[tuple[str, float]], bounds: str) -> None:
         """Counts the point when extrapolation is allowed, else raises CoverageError."""
@@ -61,16 +64,22 @@ class Outside:
             self.extrapolated[self.kernel] += 1
             return
         where = ", ".join(f"{name} {number(value)}" for name, value in point)
-        raise CoverageError(
-            f"{self.kernel}: {where} is outside its table ({bounds}). Measure it with: {self.command}{_options(point)}"
-        )
+        options = _options(point)
+        outside = f"{self.kernel}: {where} is outside its table ({bounds})"
+        if self.longest_tokens is not None and options.get("--max-model-len", 0) > self.longest_tokens:
+            raise CoverageError(
+                f"{outside}, which is of a model of the same kernels and of at most {self.longest_tokens:,} tokens. "
+                f"Measure the model itself with: {self.instead}"
+            )
+        wanted = "".join(f" {option} {value}" for option, value in options.items())
+        raise CoverageError(f"{outside}. Measure it with: {self.command}{wanted}")
 
 
 def number(value: float) -> str:
     return str(int(value)) if float(value).is_integer() else f"{value:.2f}"
 
 
-def _options(point: Sequence[tuple[str, float]]) -> str:
+def _options(point: Sequence[tuple[str, float]]) -> dict[str, int]:
     """The limits of `python -m profiler profile` that the point needs."""
     at = dict(point)
     chunk, end = (
@@ -82,7 +91,7 @@ def _options(point: Sequence[tuple[str, float]]) -> str:
         "--max-num-seqs": max(at.get("sequences", 0), at.get("decode_requests", 0)),
         "--max-model-len": max(end, at.get("decode_kv_tokens", 0)),
     }
-    return "".join(f" {option} {math.ceil(value)}" for option, value in needed.items() if value)
+    return {option: math.ceil(value) for option, value in needed.items() if value}
 
 
 @dataclass(frozen=True, slots=True)

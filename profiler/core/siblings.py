@@ -43,6 +43,11 @@ def tables_model(root: Path, hardware: str, spec: ModelSpec) -> str:
     return min(serving, key=lambda name: (not _measured(root, hardware, name), name), default=spec.name)
 
 
+def longest_of(owner: str) -> int | None:
+    """The longest context of a shipped model, which its tables end at; None for any other."""
+    return load_model(owner).max_position if owner in known_models() else None
+
+
 def _components(spec: ModelSpec) -> set[Component]:
     one = family(spec.family)
     layers = [component for kind in spec.kinds for component in one.layer_components(spec, kind)]

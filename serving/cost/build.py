@@ -16,6 +16,7 @@ from profiler.core.kv import KvLayout
 from profiler.core.modules import fold_for
 from profiler.core.registry import family
 from profiler.core.shard import moe_tensor_parallel, stage_layers
+from profiler.core.siblings import longest_of
 from profiler.core.types import Category, Component, ModelSpec, Parallel
 from profiler.core.unequal import forms_of, make_skew
 from profiler.kernels._beside import beside_of
@@ -226,9 +227,13 @@ class _Builder:
         self.ran = ran_of(bundle.meta, spec, parallel.tp)
         self.outside: list[Outside] = []
         self._allow = allow_extrapolation
+        owner = str(bundle.meta["model"])
+        self._longest = None if owner == spec.name else longest_of(owner)
+        self._own = bundle.profile_command(parallel.tp, model=spec.name)
 
     def _beyond(self, name: str, tp: int, category: Category) -> Outside:
-        self.outside.append(Outside(name, self.bundle.profile_command(tp, category), self._allow))
+        command = self.bundle.profile_command(tp, category)
+        self.outside.append(Outside(name, command, self._allow, longest_tokens=self._longest, instead=self._own))
         return self.outside[-1]
 
     def curves(self, category: Category, counts: Mapping[Component, int]) -> list[tuple[str, int, Curve]]:
@@ -403,7 +408,8 @@ def _check_split(spec: ModelSpec, parallel: Parallel) -> None:
         return
     if parallel.ep > 1 and parallel.ep != parallel.dp * parallel.tp:
         raise ConfigError(
-            f"ep {parallel.ep}: experts are spread over all {parallel.dp * parallel.tp} ranks of the group or over none"
+            f"ep {parallel.ep}: experts are spread over all ranks of the group, ep {parallel.dp * parallel.tp}, "
+            "or over none, ep 1"
         )
     if spec.moe.num_experts % parallel.ep:
         raise ConfigError(f"ep {parallel.ep} does not divide {spec.moe.num_experts} experts")

@@ -44,8 +44,17 @@ def test_tree_json_and_page_of_one_step(tmp_path: Path) -> None:
 def test_bad_batches_end_with_one_message() -> None:
     done = run("explain", "--cluster-config", CLUSTER, "--batch", "32*4096", expect=2)
     assert done.stdout == "" and "'32*4096' is not a batch" in done.stderr and "Traceback" not in done.stderr
-    done = run("explain", "--cluster-config", CLUSTER, "--batch", "1x200000", expect=3)
+    done = run("explain", "--cluster-config", CLUSTER, "--batch", "3000x4096", expect=3)
     assert "outside its table" in done.stderr
+    done = run("explain", "--cluster-config", CLUSTER, "--batch", "1x150000@50000", expect=2)
+    assert "a request of 200,000 tokens; deepseek-ai/DeepSeek-V3.2-Exp ends at 163,840" in done.stderr
+
+
+def test_contexts_beyond_the_tables_of_a_kin_ask_for_tables_of_the_model_itself() -> None:
+    cluster = "configs/cluster/h200-8x-glm-5.2-fp8-tp8.yaml"
+    done = run("explain", "--cluster-config", cluster, "--batch", "1x400000", expect=3)
+    assert "of at most 202,752 tokens. Measure the model itself with: " in done.stderr
+    assert done.stderr.rstrip().endswith("python -m profiler profile zai-org/GLM-5.2-FP8 --hardware H200 --tp 8")
     done = run("explain", "--cluster-config", CLUSTER, "--instance", "1", "--batch", "1x10", expect=2)
     assert "has instances 0 to 0" in done.stderr
 
@@ -93,7 +102,7 @@ def test_plan_says_which_table_a_placement_lacks() -> None:
     """Nothing was measured at tp 16."""
     rows = placements("bf16", gpus=16)
     assert rows[8, 2, 16]["decode_tokens_per_s"] > 0
-    assert "no table tp16/dense; the bundle has tp1/attention, " in rows[16, 1, 16]["step_reason"]
+    assert "no tables of tp 16, only of tp 1, 2, 4, 8." in rows[16, 1, 16]["step_reason"]
 
 
 def test_tables_of_a_model_of_the_same_kernels_price_it_and_are_named() -> None:

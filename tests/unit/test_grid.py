@@ -45,6 +45,15 @@ def test_curve_refuses_what_lies_outside_and_names_the_option_that_extends_it() 
         curve(table, "c", outside())
 
 
+def test_contexts_that_the_command_cannot_measure_have_another() -> None:
+    """Tables of a model of the same kernels and a shorter context."""
+    out = Outside("kernel", COMMAND, longest_tokens=1024, instead="python -m profiler profile acme/Long")
+    with pytest.raises(CoverageError, match=r"of at most 1,024 tokens. .* profile acme/Long$"):
+        out.refuse([("decode_requests", 1), ("decode_kv_tokens", 1025)], "-")
+    with pytest.raises(CoverageError, match=r"--categories x --max-num-seqs 1 --max-model-len 1024$"):
+        out.refuse([("decode_requests", 1), ("decode_kv_tokens", 1024)], "-")
+
+
 def test_extrapolation_is_linear_and_counted() -> None:
     table = make_table("dense", [("a", 1, 5.0, 0), ("a", 10, 14.0, 0)])
     beyond = outside(allow=True)
