@@ -21,7 +21,7 @@ _COUNT = click.IntRange(min=1)
 @click.option("--max-num-seqs", type=_COUNT, help="Running requests per engine.  [default: the engine's for the GPU]")
 @click.option("--max-num-batched-tokens", type=_COUNT, help="Tokens per step.  [default: the engine's for the GPU]")
 @click.option("--accept-risk", is_flag=True, help="Write the command even without headroom for unknown workspaces.")
-@click.option("--model-path", help="What the engine loads.  [default: MODEL]")
+@click.option("--model-path", help="What the engine loads.  [default: MODEL, of a config.json its folder]")
 @click.option(
     "--format",
     "style",
@@ -64,6 +64,11 @@ def command(
     spec = load_model(model)
     if style in ("compose", "kubernetes") and image is None:
         raise ConfigError(f"--format {style} needs --image with a tag, such as vllm/vllm-openai:v0.26.0")
+    if model.endswith(".json") and model_path is None:
+        file = Path(model)
+        if file.name != "config.json":
+            raise ConfigError(f"{model}: the engine loads a folder or a name; give it as --model-path")
+        model_path = str(file.parent)
     made = launch(
         spec,
         load_hardware(hardware),

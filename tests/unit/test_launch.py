@@ -5,11 +5,14 @@ from itertools import pairwise
 
 import pytest
 import yaml
+from click.testing import CliRunner
 
 from profiler.core.errors import CapacityError, ConfigError
 from profiler.core.hardware import load_hardware
+from profiler.core.paths import model_config_root
 from profiler.core.registry import load_model
 from profiler.core.types import Parallel
+from serving.commands.launch import command
 from serving.launch import compose, kubernetes, launch, shell
 
 MODEL = "deepseek-ai/DeepSeek-V3.2-Exp"
@@ -96,3 +99,16 @@ def test_compose_and_kubernetes_parse_and_agree_with_the_shell(h200):
 def test_a_path_with_spaces_is_quoted(h200):
     text = shell(made(h200, model="/models/my model; rm -rf /"))
     assert flags(text)[0] == "/models/my model; rm -rf /"
+
+
+def test_of_a_config_json_the_engine_loads_the_folder(tmp_path):
+    text = (model_config_root() / f"{MODEL}.json").read_text()
+    for name in ("config.json", "other.json"):
+        (tmp_path / name).write_text(text)
+    asked = ["--hardware", "H200", "--dp", "8", "--max-model-len", "81920"]
+    runner = CliRunner()
+    assert flags(runner.invoke(command, [str(tmp_path / "config.json"), *asked]).output)[0] == str(tmp_path)
+    other = str(tmp_path / "other.json")
+    refused = runner.invoke(command, [other, *asked])
+    assert isinstance(refused.exception, ConfigError) and "give it as --model-path" in str(refused.exception)
+    assert flags(runner.invoke(command, [other, *asked, "--model-path", "/models/v32"]).output)[0] == "/models/v32"
