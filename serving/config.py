@@ -292,7 +292,8 @@ def validated(schema: type[File], content: Mapping[str, Any], path: Path) -> Fil
         return schema.model_validate(content)
     except ValidationError as error:
         first = error.errors()[0]
-        where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).lstrip(".")
+        keys = [part for part in first["loc"] if not str(part).startswith("~")]  # without the tags of unions
+        where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in keys).lstrip(".")
         reason = first["msg"] if first["type"] == "unknown_key" else f"{first['msg']}, found {first['input']!r}"
         if first["type"] == "missing":
             reason = "is required"

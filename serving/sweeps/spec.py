@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
 from profiler.core.errors import ConfigError
 from profiler.core.load import read_mapping
@@ -56,7 +56,10 @@ class SweepFile(Strict):
     models: Annotated[list[str], Field(min_length=1)]
     hardware: Annotated[list[str], Field(min_length=1)]
     gpus: Annotated[list[Count], Field(min_length=1)]
-    placements: Literal["launchable", "all"] | list[ParallelFile] = "launchable"
+    placements: Annotated[
+        Annotated[Literal["launchable", "all"], Tag("~word")] | Annotated[list[ParallelFile], Tag("~list")],
+        Discriminator(lambda value: "~list" if isinstance(value, list) else "~word"),
+    ] = "launchable"
     kv_dtypes: Annotated[list[str], Field(min_length=1, default_factory=lambda: ["auto"])]
     utilizations: Annotated[list[Share], Field(min_length=1, default_factory=lambda: [0.9])]
     limits: Annotated[list[LimitsFile], Field(min_length=1, default_factory=lambda: [LimitsFile()])]
