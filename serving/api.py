@@ -76,7 +76,9 @@ def replay(
     if wrap_cost is not None:
         for group in groups:
             if isinstance(group, PipelineGroup):
-                raise ConfigError("steps of pipelines and steps with drafts cannot be taken out of a replay")
+                raise ConfigError(
+                    "steps of pipelines and steps with drafts cannot be taken out of a replay (--trace-steps, chakra)"
+                )
             group.cost = wrap_cost(group.cost)
 
     def observe(now_ns: int, group: AnyGroup) -> None:

@@ -56,4 +56,5 @@ def command(results: Path, output: Path | None, prices: Path | None) -> None:
             stream.write(text)
     except OSError as error:
         raise ConfigError(f"--output: {output} cannot be written: {error.strerror}") from None
-    click.echo(f"{output}: {len(text.encode()) / 1e6:.1f} MB", err=True)
+    size = len(text.encode())
+    click.echo(f"{output}: {size / 1e6:.1f} MB" if size >= 1e6 else f"{output}: {size / 1e3:.0f} kB", err=True)
