@@ -66,13 +66,14 @@ class Outside:
         where = ", ".join(f"{name} {number(value)}" for name, value in point)
         options = _options(point)
         outside = f"{self.kernel}: {where} is outside its table ({bounds})"
+        goes_on = "A replay goes on with --allow-extrapolation (a sweep with allow_extrapolation: true). "
         if self.longest_tokens is not None and options.get("--max-model-len", 0) > self.longest_tokens:
             raise CoverageError(
                 f"{outside}, which is of a model of the same kernels and of at most {self.longest_tokens:,} tokens. "
-                f"Measure the model itself with: {self.instead}"
+                f"{goes_on}Measure the model itself with: {self.instead}"
             )
         wanted = "".join(f" {option} {value}" for option, value in options.items())
-        raise CoverageError(f"{outside}. Measure it with: {self.command}{wanted}")
+        raise CoverageError(f"{outside}. {goes_on}Measure it with: {self.command}{wanted}")
 
 
 def number(value: float) -> str:

@@ -12,6 +12,7 @@ from serving.report.figures import (
     is_projected,
     label,
     layout_of,
+    layouts_of,
     pareto,
     provenance,
     refusals,
@@ -348,9 +349,7 @@ def _refused_section(rows: Sequence[Row]) -> Section:
     columns = ("points", "kind", "reason", "layouts")
     cells = []
     for kind, reason, group in found:
-        names = list(dict.fromkeys(label(row, rows) for row in group))
-        shown = "; ".join(names[:6]) + (f"; {len(names) - 6} more" if len(names) > 6 else "")
-        cells.append((str(len(group)), kind, reason, shown))
+        cells.append((str(len(group)), kind, reason, layouts_of(group, rows)))
     return Section("What was refused", (), (Table(columns, tuple(cells), frozenset((0,))),))
 
 

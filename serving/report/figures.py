@@ -1,5 +1,6 @@
 """Figures of a set of results that every form of the report shows."""
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
@@ -16,6 +17,7 @@ _AVERAGED: Final = (
     "tpot_ms_p50", "tpot_ms_p99", "requests_per_s", "cost_per_million_output_tokens", "output_tokens_per_money",
     "slo_worst_ratio",
 )  # fmt: skip
+_OUTSIDE: Final = re.compile(r"([^:]+): .* (is outside its table) .*?(--tp \d+|$)")
 _SPLIT: Final = ("tp", "pp", "dp", "ep")
 
 
@@ -115,12 +117,24 @@ def _score(line: Mapping[str, Any], with_slo: bool) -> float:
 
 
 def refusals(rows: Iterable[Row]) -> list[tuple[str, str, list[Row]]]:
-    """(kind, reason, rows) of what did not run, most frequent reason first. Failed points are among them."""
+    """(kind, reason, rows) of what did not run, most frequent reason first. Failed points are among them.
+
+    Points outside the same table are one group, whose reason is that of the first.
+    """
     groups: dict[tuple[str, str], list[Row]] = defaultdict(list)
     for row in rows:
         if row["status"] in ("refused", "failed"):
-            groups[str(row["kind"]), str(row["reason"])].append(row)
-    return [(*key, found) for key, found in sorted(groups.items(), key=lambda item: (-len(item[1]), item[0]))]
+            reason = str(row["reason"])
+            outside = _OUTSIDE.match(reason)
+            groups[str(row["kind"]), " ".join(outside.groups()) if outside else reason].append(row)
+    ordered = sorted(groups.items(), key=lambda item: (-len(item[1]), item[0]))
+    return [(kind, str(found[0]["reason"]), found) for (kind, _), found in ordered]
+
+
+def layouts_of(group: Sequence[Row], rows: Sequence[Row]) -> str:
+    """The layouts of a group of `rows` in words, the first six of many."""
+    names = list(dict.fromkeys(label(row, rows) for row in group))
+    return "; ".join(names[:6]) + (f"; {len(names) - 6} more" if len(names) > 6 else "")
 
 
 def counts(rows: Iterable[Row]) -> Counter[str]:

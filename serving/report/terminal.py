@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import IO, Any, Final
 
-from serving.report.figures import capacity, counts, finished, label, pareto, refusals
+from serving.report.figures import capacity, counts, finished, label, layouts_of, pareto, refusals
 from serving.report.load import amount, load_of, of_users
 
 _WIDTH: Final = 110
@@ -45,7 +45,7 @@ def print_results(rows: Sequence[Mapping[str, Any]], stream: IO[str], verdict: S
         console.print(table)
         console.print(pareto_text(done))
     for kind, reason, found in refusals(rows)[:_MOST_ROWS]:
-        console.print(f"{len(found)} x {kind}: {reason}", soft_wrap=True)
+        console.print(f"{len(found)} x {kind}, {layouts_of(found, rows)}: {reason}", soft_wrap=True)
 
 
 def _number(value: float | None, digits: int) -> str:

@@ -252,6 +252,18 @@ def test_refusals_are_grouped_by_reason():
     assert [(reason, len(found)) for _, reason, found in refusals(rows)] == [("b", 2), ("a", 1)]
 
 
+def test_points_outside_the_same_table_are_one_group():
+    def row(kernel, point, tp):
+        reason = (
+            f"{kernel}: tokens {point} is outside its table (tokens 1 to 9). Measure it with: x --tp {tp} --n {point}"
+        )
+        return {"status": "refused", "kind": "coverage", "reason": reason}
+
+    rows = [row("experts", 12, 8), row("experts", 10, 8), row("experts", 12, 4), row("o_proj", 12, 8)]
+    found = refusals(rows)
+    assert [(one[1], len(one[2])) for one in found] == [(rows[n]["reason"], 2 if n == 0 else 1) for n in (0, 2, 3)]
+
+
 def test_header_tells_what_results_depend_on(tmp_path):
     header = run_module._header(sweep_of(tmp_path))
     assert json.loads(json.dumps(header))["sweep"]["slo"]["ttft_ms"] == 1000
