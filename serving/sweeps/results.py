@@ -111,7 +111,7 @@ def _read(path: Path) -> tuple[dict[str, dict[str, Any]], int]:
         try:
             value = json.loads(line)
             done[value.pop("key")] = value
-        except (ValueError, KeyError, AttributeError):
+        except (ValueError, KeyError, AttributeError, TypeError):
             raise ConfigError(f"{path}:{number}: not a line of results") from None
     return done, len(whole)
 
@@ -123,6 +123,8 @@ def read_results(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     header = read_json(folder / HEADER)
     if not isinstance(header, dict):
         raise ConfigError(f"{folder / HEADER}: the top level must be a mapping")
+    if "sweep" not in header:
+        raise ConfigError(f"{folder / HEADER}: the key 'sweep' is missing; the file is not one of sweep or size")
     if (folder / ANSWER).is_file():
         header["size"] = read_json(folder / ANSWER)
     elif header.get("command") == "size":

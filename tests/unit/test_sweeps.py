@@ -129,6 +129,17 @@ def test_results_of_other_inputs_are_not_mixed(tmp_path):
         Journal(tmp_path / "file", {"sweep": 1})
 
 
+def test_damaged_results_are_one_message(tmp_path):
+    (tmp_path / "sweep.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"sweep.json: the key 'sweep' is missing"):
+        read_results(tmp_path)
+    (tmp_path / "sweep.json").write_text('{"sweep": 1}')
+    for line in ("[]", "1", "{}", "x"):
+        (tmp_path / "points.jsonl").write_text(f"{line}\n")
+        with pytest.raises(ConfigError, match=r"points.jsonl:1: not a line of results"):
+            read_results(tmp_path)
+
+
 def test_a_full_disk_is_one_message_and_keeps_what_is_there(tmp_path, monkeypatch):
     with Journal(tmp_path / "out", {"sweep": 1}) as journal:
         journal.add("a", {"row": {"x": 1}, "detail": {}})
