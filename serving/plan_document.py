@@ -288,12 +288,16 @@ def _print_speeds(rows: list[dict[str, Any]]) -> None:
         _print_table(table)
     for name in dict.fromkeys(row["step_tables"] for row in rows if row["step_tables"]):
         print(f"tables: {name}")
+    if unfilled := [_spell(row) for row in rows if row["step_reason"] is None and row["prefill_tokens_per_s"] is None]:
+        print(
+            f"no prefill of {'; '.join(unfilled)}: the tables end before the tokens of a full step of all its engines"
+        )
     reasons: dict[str, list[str]] = {}
     for row in rows:
         if row["step_reason"]:
             reasons.setdefault(row["step_reason"], []).append(_spell(row))
     for reason, spelled in reasons.items():
-        print(f"no step of {'; '.join(spelled)}: {reason}")
+        print(f"no step of {'any placement' if len(spelled) == len(rows) > 1 else '; '.join(spelled)}: {reason}")
 
 
 def _print_terms(terms: dict[str, float], sources: dict[str, str]) -> None:

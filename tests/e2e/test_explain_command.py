@@ -53,7 +53,7 @@ def test_bad_batches_end_with_one_message() -> None:
 def test_contexts_beyond_the_tables_of_a_kin_ask_for_tables_of_the_model_itself() -> None:
     cluster = "configs/cluster/h200-8x-glm-5.2-fp8-tp8.yaml"
     done = run("explain", "--cluster-config", cluster, "--batch", "1x400000", expect=3)
-    assert "of at most 202,752 tokens. Measure the model itself with: " in done.stderr
+    assert "of at most 202,752 tokens. " in done.stderr and "Measure the model itself with: " in done.stderr
     assert done.stderr.rstrip().endswith("python -m profiler profile zai-org/GLM-5.2-FP8 --hardware H200 --tp 8")
     done = run("explain", "--cluster-config", CLUSTER, "--instance", "1", "--batch", "1x10", expect=2)
     assert "has instances 0 to 0" in done.stderr
@@ -103,6 +103,17 @@ def test_plan_says_which_table_a_placement_lacks() -> None:
     rows = placements("bf16", gpus=16)
     assert rows[8, 2, 16]["decode_tokens_per_s"] > 0
     assert "no tables of tp 16, only of tp 1, 2, 4, 8." in rows[16, 1, 16]["step_reason"]
+
+
+def test_plan_tells_what_has_no_price_once_per_reason() -> None:
+    sizes = ("--gpus", "8", "--max-model-len", "65536", "--step-context", "4096")
+    shown = run("plan", "zai-org/GLM-5.2-FP8", "--hardware", "H200", "--pp", "1", *sizes).stdout
+    lacking = [line for line in shown.splitlines() if "no tables of tp 4" in line]
+    assert [line.split(": ")[0] for line in lacking] == ["no step of tp 4 pp 1 dp 2 ep 8; tp 4 pp 1 dp 2 ep 1"]
+    shown = run("plan", "deepseek-ai/DeepSeek-V3.2", "--hardware", "H200", "--pp", "1", *sizes).stdout
+    assert "no prefill of tp 1 pp 1 dp 8 ep 1; tp 2 pp 1 dp 4 ep 1: the tables end before" in shown
+    shown = run("plan", "deepseek-ai/DeepSeek-V3.2", "--hardware", "B200", "--pp", "1", *sizes).stdout
+    assert "no step of any placement: no bundle of" in shown
 
 
 def test_tables_of_a_model_of_the_same_kernels_price_it_and_are_named() -> None:
