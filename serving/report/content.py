@@ -9,6 +9,7 @@ from serving.report.figures import (
     by_layout,
     capacity,
     finished,
+    fitting,
     is_projected,
     label,
     layout_of,
@@ -172,17 +173,13 @@ def _launch_section(row: Row) -> Section:
 
 
 def _screen_section(rows: Sequence[Row]) -> Section:
-    fits = sorted(
-        (row for row in rows if row["status"] == "fits"),
-        key=lambda row: (row["risk"] is not None, -row["kv_tokens_total"] / row["gpus"]),
-    )
-    columns = ("layout", "GPUs", "weights GiB", "KV GiB", "KV tokens", "sequences", "verdict")
+    columns = ("layout", "GPUs", "weights GiB", "KV GiB", "KV tokens", "sequences per rank", "verdict")
     cells = tuple(
         (
             label(row, rows), str(row["gpus"]), rounded(row["weights_gib"], 1), rounded(row["kv_available_gib"], 1),
             _whole(row["kv_tokens_total"]), rounded(row["max_concurrency"], 1), row["risk"] or "fits",
         )
-        for row in fits
+        for row in fitting(rows)
     )  # fmt: skip
     return Section("Memory per layout", ("By memory alone, most KV tokens per GPU first.",),
                    (Table(columns, cells, frozenset(range(1, 6))),))  # fmt: skip

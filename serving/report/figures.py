@@ -25,6 +25,12 @@ def finished(rows: Iterable[Row]) -> list[Row]:
     return [row for row in rows if row["status"] == "done"]
 
 
+def fitting(rows: Iterable[Row]) -> list[Row]:
+    """The layouts of a screen that fit, safe ones first, then by KV tokens per GPU."""
+    fits = (row for row in rows if row["status"] == "fits")
+    return sorted(fits, key=lambda row: (row["risk"] is not None, -row["kv_tokens_total"] / row["gpus"]))
+
+
 def layout_of(row: Row) -> tuple[Any, ...]:
     """What names an instance and how often it is there."""
     return (*(row.get(name) for name in _LAYOUT), row.get("replicas") or 1)

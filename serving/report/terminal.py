@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import IO, Any, Final
 
-from serving.report.figures import capacity, counts, finished, label, layouts_of, pareto, refusals
+from serving.report.figures import capacity, counts, finished, fitting, label, layouts_of, pareto, refusals
 from serving.report.load import amount, load_of, of_users
 
 _WIDTH: Final = 110
@@ -44,6 +44,19 @@ def print_results(rows: Sequence[Mapping[str, Any]], stream: IO[str], verdict: S
             )
         console.print(table)
         console.print(pareto_text(done))
+    if fits := fitting(rows):
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        table.add_column("layout", overflow="fold")
+        for name in ("GPUs", "weights GiB", "KV GiB", "KV tokens", "sequences per rank"):
+            table.add_column(name, justify="right", no_wrap=True)
+        table.add_column("verdict", overflow="fold")
+        for row in fits[:_MOST_ROWS]:
+            sizes = (_number(row["weights_gib"], 1), _number(row["kv_available_gib"], 1), f"{row['kv_tokens_total']:,}")
+            held = _number(row["max_concurrency"], 1)
+            table.add_row(label(row, rows), str(row["gpus"]), *sizes, held, row["risk"] or "fits")
+        console.print(table)
+        if len(fits) > _MOST_ROWS:
+            console.print(f"{len(fits) - _MOST_ROWS} more fit; results.csv has all")
     for kind, reason, found in refusals(rows)[:_MOST_ROWS]:
         console.print(f"{len(found)} x {kind}, {layouts_of(found, rows)}: {reason}", soft_wrap=True)
 

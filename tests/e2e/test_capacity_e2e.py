@@ -180,7 +180,9 @@ def test_the_screen_needs_no_tables(tmp_path):
     assert done.returncode == 0, done.stderr
     rows = rows_of(tmp_path / "out")
     assert len(rows) == 52 and {row["status"] for row in rows} == {"fits", "refused"}
-    assert run("report", tmp_path / "out").stdout.splitlines()[0].count("layouts fit. Most KV per GPU") == 1
+    shown = run("report", tmp_path / "out").stdout
+    assert shown.splitlines()[0].count("layouts fit. Most KV per GPU") == 1
+    assert "sequences per rank" in shown and "tp1 dp8 ep8" in shown
     assert run("report", tmp_path / "out", "--output", tmp_path / "r.html").returncode == 0
 
 
