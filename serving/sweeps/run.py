@@ -129,6 +129,8 @@ def _check_traffic(sweep: Sweep) -> None:
             f"{sweep.workload}: has {traffic.requests} requests, {sweep.requests} are asked for with seed 0, which is "
             "the trace itself; lower requests, or use other seeds, which draw from the trace"
         )
+    if traffic.sessions and any(sweep.seeds):
+        raise ConfigError(f"seeds {', '.join(map(str, sweep.seeds))}: {traffic.refuses_drawing}")
 
 
 def _header(sweep: Sweep) -> dict[str, Any]:

@@ -29,6 +29,15 @@ class Traffic:
         """Rows of the trace, None for a description, which has no end."""
         return len(self.trace.requests) if self.trace else None
 
+    @property
+    def sessions(self) -> bool:
+        """True for a trace with agentic sessions."""
+        return self.trace is not None and any(row.call_index is not None for row in self.trace.requests)
+
+    @property
+    def refuses_drawing(self) -> str:
+        return f"{self.path}: agentic sessions are not drawn from, only replayed as they are: use seed 0 alone"
+
     def at(self, rate_per_s: float | None, seed: int, rows: int) -> Trace:
         """`rows` requests (sessions, of a description that has them) at a mean rate of arrivals.
 
@@ -58,10 +67,8 @@ class Traffic:
                     "leave out seed 0: other seeds draw from the trace as often as needed"
                 )
             return tuple(own[:rows])
-        if any(row.call_index is not None for row in own):
-            raise ConfigError(
-                f"{self.path}: agentic sessions are not drawn from, only replayed as they are: use seed 0"
-            )
+        if self.sessions:
+            raise ConfigError(self.refuses_drawing)
         return _resampled(own, seed, rows)
 
 

@@ -170,6 +170,13 @@ def test_calls_of_sessions_take_places(tmp_path):
     assert row["status"] == "done" and row["finished"] == 12 and 0 < row["in_flight_mean"] <= 2
 
 
+def test_sessions_with_other_seeds_are_refused_before_anything_runs(tmp_path):
+    sweep = sweep_of(tmp_path, **USERS, workload=str(SESSIONS), seeds=[0, 1])
+    with pytest.raises(ConfigError, match=r"seeds 0, 1: .*agentic_sessions\.jsonl: .*use seed 0 alone"):
+        run_module.run_sweep(sweep, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def point(users, met=True, **more):
     layout = {
         "model": "m", "hardware": "H200", "gpus": 8, "gpus_total": 8, "replicas": 1, "tp": 1, "pp": 1, "dp": 8, "ep": 8,
