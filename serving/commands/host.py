@@ -63,4 +63,6 @@ def _print_table(found: "list[Row]") -> None:
         table.add_row(
             one.kind, one.graph, "yes" if one.asynchronous else "no", str(one.layers), requests, str(one.steps), *times
         )
-    Console(file=sys.stdout, highlight=False).print(table)
+    wide = Console(file=sys.stdout, highlight=False, width=1_000)  # a narrow terminal would leave nothing of the cells
+    wide.width = wide.measure(table).maximum
+    wide.print(table)

@@ -181,6 +181,7 @@ def test_the_command_prints_each_form(tmp_path: Path) -> None:
         outputs["csv"].output.splitlines()[1].startswith("decode,FULL,1,6,1,7,53.0,402.0,90.0,61.0,5.0,15.0,24.0,10.0,")
     )
     assert "schedule: {fixed_us: 50.0, per_request_us: 3.0}" in outputs["yaml"].output
+    assert "forward_launch" in outputs["table"].output and "…" not in outputs["table"].output
     (tmp_path / "meta.json").write_text("{}")
     with pytest.raises(ConfigError, match="lack 'model'"):
         read_log(tmp_path)
