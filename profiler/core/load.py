@@ -1,5 +1,6 @@
 """Reading and writing files: safe YAML, JSON with positions in its errors, atomic writes."""
 
+import errno
 import hashlib
 import json
 import os
@@ -12,6 +13,9 @@ from typing import IO, TYPE_CHECKING, Any
 import yaml
 
 from profiler.core.errors import ConfigError
+
+# Errors of a path, not of the disk.
+_NO_PLACE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG)
 
 
 def read_text(path: Path) -> str:
@@ -108,10 +112,16 @@ def sha256_of(path: Path) -> str:
 def atomic_write(path: Path) -> Iterator[IO[str]]:
     """A text stream that becomes `path` only when the block ends without an exception.
 
-    Written to a temporary file of the same folder, flushed to disk, then renamed over `path`.
+    Written to a temporary file of the same folder, flushed to disk, then renamed over `path`. Raises ConfigError where
+    the folder is missing and cannot be made, or takes no files.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    except OSError as error:
+        if error.errno not in _NO_PLACE:
+            raise
+        raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
     try:
         with os.fdopen(handle, "w", encoding="utf-8", newline="") as stream:
             yield stream

@@ -1,6 +1,7 @@
 """`python -m serving replay` (the default command): replay a trace on a cluster."""
 
 import json
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -233,6 +234,9 @@ def _check_outputs(outputs: list[tuple[str, Path]], inputs: tuple[Path, ...]) ->
         blocked = next((one for one in path.absolute().parents if one.exists() and not one.is_dir()), None)
         if blocked is not None:
             raise ConfigError(f"{flag}: {blocked} is a file, not a folder")
+        there = next(one for one in path.absolute().parents if one.is_dir())
+        if not os.access(there, os.W_OK | os.X_OK):
+            raise ConfigError(f"{flag}: {path}: the folder {there} takes no files of this user")
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from profiler.core.errors import ConfigError
-from profiler.core.load import read_json, read_mapping, read_yaml
+from profiler.core.load import atomic_write, read_json, read_mapping, read_yaml
 
 
 @pytest.mark.parametrize(
@@ -49,3 +49,10 @@ def test_broken_json(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         read_json(path)
     assert message in str(caught.value) and "x.json" in str(caught.value)
+
+
+def test_a_folder_that_takes_no_files_is_one_message(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    for path in (tmp_path / "file" / "a.csv", tmp_path / ("n" * 300) / "a.csv"):
+        with pytest.raises(ConfigError, match=r"a\.csv cannot be written: "), atomic_write(path):
+            pass
