@@ -62,7 +62,9 @@ def test_equal_tables_write_equal_bytes(tmp_path: Path) -> None:
 
 def test_missing_table_names_what_exists_and_the_command(tmp_path: Path) -> None:
     bundle = read_bundle(write_bundle(tmp_path, meta(), {(1, "dense"): dense(1)}))
-    with pytest.raises(CoverageError, match=r"tp1/dense.*--tp 2 --categories attention"):
+    with pytest.raises(CoverageError, match=r"tp1/attention; the bundle has tp1/dense.*--tp 1 --categories attention"):
+        bundle.table(1, "attention")
+    with pytest.raises(CoverageError, match=r"no tables of tp 2, only of tp 1\. .*--tp 2$"):
         bundle.table(2, "attention")
 
 
