@@ -167,39 +167,23 @@ class DenseWork:
     values: int = _DENSE_VALUES
 
     def prefill(self, chunk: float, context: float) -> float:
-        rows, before = math.ceil(chunk / _DENSE_ROWS), math.ceil(context / self.keys)
-        own, parts = _causal(rows, self.keys, self.heads, self.sm_count)
-        total = own + _merge(chunk * self.heads, parts, self.values) if parts else own
-        if before:
-            more, parts = _to_context(rows, before, self.heads, self.sm_count)
-            total += more + _merge(chunk * self.heads, parts, self.values) if parts else more
-        return total + _TOKEN_HEAD * self.heads * (chunk + context)
+        return self.together([(chunk, context)])
 
-    def together(self, prefills: Sequence[Prefill]) -> float:
+    def together(self, prefills: Sequence[tuple[float, float]]) -> float:
         """Blocks of several chunks, request by request in each of the two launches."""
-        own, before = [], []
-        for chunk, context in prefills:
-            rows = math.ceil(chunk / _DENSE_ROWS)
-            own.append((chunk, [math.ceil(row * _DENSE_ROWS / self.keys) for row in range(rows, 0, -1)]))
-            before.append((chunk, [math.ceil(context / self.keys)] * rows))
-        total = self._launch(own)
+        own = tuple(_causal(math.ceil(chunk / _DENSE_ROWS), self.keys) for chunk, _ in prefills)
+        total = self._launch(prefills, own)
         if any(context for _, context in prefills):
-            total += self._launch(before)
+            blocks = (math.ceil(context / self.keys) for _, context in prefills)
+            total += self._launch(prefills, tuple((n,) * len(rows) for n, rows in zip(blocks, own, strict=True)))
         return total + _TOKEN_HEAD * self.heads * sum(chunk + context for chunk, context in prefills)
 
-    def _launch(self, requests: Sequence[tuple[int, Sequence[int]]]) -> float:
-        """requests: tokens, and the blocks of each row of tiles, the longest first. Without any a row is still run."""
-        most = most_splits(
-            self.heads * max(len(rows) for _, rows in requests), max(rows[0] for _, rows in requests), self.sm_count
+    def _launch(self, prefills: Sequence[tuple[float, float]], blocks: tuple[tuple[int, ...], ...]) -> float:
+        end, parts = _tiles_end(blocks, self.heads, self.sm_count)
+        merged = (
+            _merge(chunk * self.heads, n, self.values) for (chunk, _), n in zip(prefills, parts, strict=True) if n
         )
-        every = self.heads * sum(len(rows) * rows[0] for _, rows in requests)
-        tiles, merged = [], 0.0
-        for chunk, rows in requests:
-            n = splits(rows[0], every, most, self.sm_count)
-            tiles += [(self.heads * n, math.ceil(blocks / n) + _TILE) for blocks in rows]
-            if most > 1:
-                merged += _merge(chunk * self.heads, n, self.values)
-        return first_free(tiles, self.sm_count) + merged
+        return end + sum(merged)
 
     def bends(self, chunk: int, last_context: float) -> Iterator[float]:
         """The last context of each block, and the first of the next."""
@@ -215,22 +199,24 @@ def dense_keys(width: int) -> int:
     return _DENSE_KEYS if width <= _WIDE_KEY else _DENSE_KEYS_OF_WIDE
 
 
-@lru_cache(maxsize=4096)
-def _causal(rows: int, keys: int, heads: int, sm_count: int) -> tuple[float, int]:
-    """(blocks one after the other of `rows` blocks of rows, longest tiles first; parts to be merged, 0 for none)."""
-    ends = [math.ceil(row * _DENSE_ROWS / keys) for row in range(rows, 0, -1)]
-    most = most_splits(heads * rows, ends[0], sm_count)
-    n = splits(ends[0], rows * ends[0] * heads, most, sm_count)
-    tiles = [(heads * n, math.ceil(blocks / n) + _TILE) for blocks in ends]
-    return first_free(tiles, sm_count), n if most > 1 else 0
+def _causal(rows: int, keys: int) -> tuple[int, ...]:
+    """Blocks of each row of tiles of a chunk that sees itself, the longest first."""
+    return tuple(math.ceil(row * _DENSE_ROWS / keys) for row in range(rows, 0, -1))
 
 
 @lru_cache(maxsize=4096)
-def _to_context(rows: int, keys: int, heads: int, sm_count: int) -> tuple[float, int]:
-    """(blocks one after the other of equal tiles; parts to be merged, 0 for none)."""
-    most = most_splits(heads * rows, keys, sm_count)
-    n = splits(keys, rows * keys * heads, most, sm_count)
-    return math.ceil(heads * rows * n / sm_count) * (math.ceil(keys / n) + _TILE), n if most > 1 else 0
+def _tiles_end(requests: tuple[tuple[int, ...], ...], heads: int, sm_count: int) -> tuple[float, tuple[int, ...]]:
+    """(blocks one after the other of a launch, parts of each request that are to be merged, 0 for none).
+
+    requests: the blocks of each row of tiles, the longest first; a row without any is still run.
+    """
+    most = most_splits(heads * max(map(len, requests)), max(rows[0] for rows in requests), sm_count)
+    every = heads * sum(len(rows) * rows[0] for rows in requests)
+    parts = tuple(splits(rows[0], every, most, sm_count) for rows in requests)
+    tiles = [
+        (heads * n, math.ceil(blocks / n) + _TILE) for rows, n in zip(requests, parts, strict=True) for blocks in rows
+    ]
+    return first_free(tiles, sm_count), parts if most > 1 else (0,) * len(parts)
 
 
 # (how many, new tokens of each, keys of each).
