@@ -71,12 +71,18 @@ def by_layout(rows: Sequence[Row]) -> dict[tuple[Any, ...], list[Row]]:
     return dict(groups)
 
 
+def with_throughput(rows: Iterable[Row]) -> list[Row]:
+    """Points of a load that have both throughputs, per GPU and of a user."""
+    return [row for row in rows if load_of(row) and row["user_tokens_per_s"] and row["output_tokens_per_s_per_gpu"]]
+
+
 def pareto(rows: Sequence[Row]) -> list[Row]:
     """Points that no other point beats in both output tokens/s per GPU and tokens/s of a user, by the latter."""
-    known = [row for row in rows if load_of(row) and row["user_tokens_per_s"] and row["output_tokens_per_s_per_gpu"]]
     front: list[Row] = []
     best = -1.0
-    for row in sorted(known, key=lambda row: (-row["user_tokens_per_s"], -row["output_tokens_per_s_per_gpu"])):
+    for row in sorted(
+        with_throughput(rows), key=lambda row: (-row["user_tokens_per_s"], -row["output_tokens_per_s_per_gpu"])
+    ):
         if row["output_tokens_per_s_per_gpu"] > best:
             front.append(row)
             best = row["output_tokens_per_s_per_gpu"]

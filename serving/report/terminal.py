@@ -3,8 +3,18 @@
 from collections.abc import Mapping, Sequence
 from typing import IO, Any, Final
 
-from serving.report.figures import capacity, counts, finished, fitting, label, layouts_of, pareto, refusals
-from serving.report.load import amount, load_of, of_users
+from serving.report.figures import (
+    capacity,
+    counts,
+    finished,
+    fitting,
+    label,
+    layouts_of,
+    pareto,
+    refusals,
+    with_throughput,
+)
+from serving.report.load import amount, of_users
 
 _WIDTH: Final = 110
 _PLOT_COLUMNS: Final = 68
@@ -67,7 +77,7 @@ def _number(value: float | None, digits: int) -> str:
 
 def pareto_text(rows: Sequence[Mapping[str, Any]]) -> str:
     """Throughput per GPU over the speed of a user, in characters: `o` on the front, `.` behind it."""
-    known = [row for row in rows if load_of(row) and row["user_tokens_per_s"] and row["output_tokens_per_s_per_gpu"]]
+    known = with_throughput(rows)
     if not known:
         return "no point has a throughput"
     front = {id(row) for row in pareto(known)}

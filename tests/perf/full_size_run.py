@@ -401,18 +401,22 @@ def run_command(arguments: list[str], name: str, poisson_rate: float | None) -> 
 
 def prediction(cluster_path: Path, trace_path: Path) -> dict[str, Any]:
     """A replay on the shipped tables, none of its lookups outside them, and what it was computed from."""
+    from serving.api import replay
+
+    return prediction_of(replay(cluster_path, trace_path, keep_itl=True), cluster_path, trace_path)
+
+
+def prediction_of(result: Any, cluster_path: Path, trace_path: Path) -> dict[str, Any]:
+    """The same of a replay that was made."""
     from profiler import __version__
     from profiler.core.bundle import find_bundle
     from profiler.core.load import read_mapping, sha256_of
     from profiler.core.paths import default_bundle_root
-    from serving.api import replay
     from serving.bench_result import bench_result
     from serving.config import load_cluster
     from serving.metrics import summary as summarised
 
-    cluster_file = load_cluster(cluster_path)
-    (instance,) = cluster_file.instances
-    result = replay(cluster_file, trace_path, keep_itl=True)
+    (instance,) = load_cluster(cluster_path).instances
     found = summarised(result)
     one = found["instances"][0]
     tables = one["tables"]

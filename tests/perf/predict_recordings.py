@@ -69,7 +69,9 @@ def main() -> int:
 
 
 def predicted(options: argparse.Namespace, trace: str, changes: dict[str, Any]) -> dict[str, Any]:
-    from full_size_run import prediction
+    from full_size_run import prediction_of
+
+    from serving.api import replay
 
     engine = {
         "max_model_len": 135_168,
@@ -86,28 +88,21 @@ def predicted(options: argparse.Namespace, trace: str, changes: dict[str, Any]) 
         engine["num_gpu_blocks"] = tokens // options.block_tokens
     instance = {"model": options.model, "layers": options.layers, "hardware": "H200", "engine": engine}
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "config.json"
+        path, requests = Path(folder) / "config.json", TRACES / f"{trace}.jsonl"
         path.write_text(json.dumps({"instances": [instance]}))
-        found = prediction(path, TRACES / f"{trace}.jsonl")
-        found["queued_to_first_token_ms"] = queued_to_first_token_ms(path, TRACES / f"{trace}.jsonl")
+        result = replay(path, requests, keep_itl=True)
+        found = prediction_of(result, path, requests)
+    found["queued_to_first_token_ms"] = queued_to_first_token_ms(result)
     made = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     return {"made_at": made, "trace_name": trace, "cluster": {"instances": [instance]}, **found}
 
 
-def queued_to_first_token_ms(cluster: Path, trace: Path) -> dict[str, float]:
-    from serving.api import replay
+def queued_to_first_token_ms(result: Any) -> dict[str, float]:
+    from profiler.timing import percentile
 
-    waits = sorted((one.first_token_ns - one.queued_ns) / 1e6 for one in replay(cluster, trace).records)
-    ranks = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
-    found = {"mean": sum(waits) / len(waits), **{name: _percentile(waits, share) for name, share in ranks.items()}}
-    return {name: round(value, 3) for name, value in found.items()}
-
-
-def _percentile(ordered: list[float], share: float) -> float:
-    """Linear between ranks."""
-    at = share * (len(ordered) - 1)
-    low = int(at)
-    return ordered[low] + (ordered[min(low + 1, len(ordered) - 1)] - ordered[low]) * (at - low)
+    waits = [(one.first_token_ns - one.queued_ns) / 1e6 for one in result.records]
+    shares = {f"p{percent}": percentile(waits, percent) for percent in (50, 90, 99)}
+    return {name: round(value, 3) for name, value in {"mean": sum(waits) / len(waits), **shares}.items()}
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from serving.config import load_cluster
 from serving.core.shape import StepShape
 from serving.cost import build_cost
 from serving.cost.communication import Communication
+from serving.cost.step import TableCost
 
 pytest.importorskip("chakra.schema.protobuf.et_def_pb2", reason="needs the extra `chakra`")
 
@@ -34,6 +35,17 @@ def cluster(tmp_path: Path, **engine: object) -> Path:
     path.write_text(yaml.safe_dump(content))
     priced.bundle(tmp_path / "bundles")
     return path
+
+
+def step_cost(tmp_path: Path, step_us: float = 0.0) -> TableCost:
+    return build_cost(
+        bundle=priced.bundle(tmp_path),
+        spec=SPEC,
+        parallel=Parallel(dp=8, ep=8),
+        hardware=load_hardware("H200"),
+        max_num_batched_tokens=4096,
+        step_us=step_us,
+    )
 
 
 def exported(tmp_path: Path, *batches: str, **engine: object) -> Exported:
@@ -64,14 +76,7 @@ def test_one_file_per_gpu_with_the_steps_kernels_and_collectives(tmp_path: Path)
 
 
 def test_durations_add_up_to_the_priced_step(tmp_path: Path) -> None:
-    cost = build_cost(
-        bundle=priced.bundle(tmp_path),
-        spec=SPEC,
-        parallel=Parallel(dp=8, ep=8),
-        hardware=load_hardware("H200"),
-        max_num_batched_tokens=4096,
-        step_us=50.0,
-    )
+    cost = step_cost(tmp_path, step_us=50.0)
     links = from_hardware(load_hardware("H200"))
     comm = Communication(SPEC, Parallel(dp=8, ep=8), links)
     shapes = [StepShape((), 40, 40 * 5000, 5000, 40 * 2048, 40), StepShape(((900, 100),), 0, 0, 0, 0, 1), *[None] * 6]
@@ -99,13 +104,7 @@ def test_dispatch_back_ends_become_all_to_alls(tmp_path: Path) -> None:
 def test_tensor_parallel_groups_are_named(tmp_path: Path) -> None:
     from serving.chakra import export
 
-    cost = build_cost(
-        bundle=priced.bundle(tmp_path),
-        spec=SPEC,
-        parallel=Parallel(dp=8, ep=8),
-        hardware=load_hardware("H200"),
-        max_num_batched_tokens=4096,
-    )
+    cost = step_cost(tmp_path)
     # The kernels of tp 1 stand in for those of tp 2: here the collectives and their groups matter.
     split = Parallel(tp=2, dp=4, ep=8)
     comm = Communication(SPEC, split, from_hardware(load_hardware("H200")))
@@ -123,13 +122,7 @@ def test_tensor_parallel_groups_are_named(tmp_path: Path) -> None:
 def test_divided_experts_of_several_engines_meet_across_them(tmp_path: Path) -> None:
     from serving.chakra import export
 
-    cost = build_cost(
-        bundle=priced.bundle(tmp_path),
-        spec=SPEC,
-        parallel=Parallel(dp=8, ep=8),
-        hardware=load_hardware("H200"),
-        max_num_batched_tokens=4096,
-    )
+    cost = step_cost(tmp_path)
     split = Parallel(tp=2, dp=2)
     comm = Communication(SPEC, split, from_hardware(load_hardware("H200")))
     shapes = [StepShape((), 32, 32 * 5000, 5000, 32 * 2048, 32)] * 2
