@@ -16,7 +16,7 @@ from profiler.core.naming import variant_name
 from profiler.core.registry import load_model, load_model_config, read_model
 from profiler.core.siblings import tables_model
 from profiler.core.stack import cut
-from profiler.core.types import ModelSpec
+from profiler.core.types import ModelSpec, Parallel
 from profiler.core.units import GIB
 from profiler.core.weights import engine_weights
 from serving.capacity import default_batched_tokens, default_num_seqs, memory_budget, require_fit
@@ -30,7 +30,7 @@ from serving.core.pipeline import PipelineGroup
 from serving.core.scheduler import Limits, Scheduler
 from serving.core.walk import WalkEngine, WalkScheduler
 from serving.cost import PipelineCost, TableCost, build_cost, default_capture_sizes
-from serving.cost.build import build_pipeline
+from serving.cost.build import build_pipeline, priced_from
 from serving.cost.host import TableHost
 from serving.cost.offload import OffloadCost
 from serving.cost.speculative import SpeculativeCost, build_speculative
@@ -195,7 +195,7 @@ def deploy(
         async_scheduling=asynchronous,
         step_overhead_us=step_us,
         step_overhead_source=step_source,
-        tables=_tables(bundle),
+        tables=_tables(bundle, group),
         gate=instance.routing.gate,
         expert_placement=instance.routing.placement,
         all2all_backend=instance.engine.all2all_backend,
@@ -415,13 +415,13 @@ def _peer_kv(instance: Instance, spec: ModelSpec, memory: PeerMemory, bundle: Bu
     return _Kv(layout, num_gpu_blocks, "mem_size x mem_util less weights")
 
 
-def _tables(bundle: Bundle) -> Tables:
+def _tables(bundle: Bundle, parallel: Parallel) -> Tables:
     meta = bundle.meta
     return Tables(
         hardware=str(meta["hardware"]),
         model=str(meta["model"]),
         variant=str(meta["variant"]),
-        provenance=str(meta["provenance"]),
+        provenance=priced_from(bundle, parallel),
         engine=_engine_name(meta["engine"]),
     )
 

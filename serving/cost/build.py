@@ -19,6 +19,7 @@ from profiler.core.shard import moe_tensor_parallel, stage_layers
 from profiler.core.siblings import longest_of
 from profiler.core.types import Category, Component, ModelSpec, Parallel
 from profiler.core.unequal import forms_of, make_skew
+from profiler.core.wider_experts import degrees_of, wider_from, wider_table
 from profiler.kernels._beside import beside_of
 from profiler.kernels._placement import decode_lookup, prefill_lookup, ran_of, steps_of
 from profiler.kernels._unequal import captured_of, launch_of, sharing_of
@@ -200,6 +201,17 @@ def build_pipeline(
     return PipelineCost(stages, stage_sends(spec, parallel, collectives))
 
 
+def priced_from(bundle: Bundle, parallel: Parallel) -> str:
+    """The provenance of what prices a split: the bundle's, and where its experts are derived from other degrees."""
+    provenance = str(bundle.meta["provenance"])
+    table = bundle.tables.get((moe_tensor_parallel(parallel), "moe"))
+    if table is None or bundle.meta.get("moe_slices") == "any":
+        return provenance
+    found = dict.fromkeys(wider_from(degrees_of(table, name), parallel.ep) for name in table.names)
+    derived = [f", experts of ep {parallel.ep} projected from ep {one[0]} and {one[1]}" for one in found if one]
+    return provenance + "".join(derived)
+
+
 def _own_collectives(hardware: Hardware | None, bundle: Bundle) -> Collectives:
     if hardware is None:
         raise ConfigError("more than one GPU needs a hardware file or link numbers in the cluster file")
@@ -314,8 +326,11 @@ class _Builder:
             if one.category == "moe":
                 outside = self._beyond(one.name, tp, "moe")
                 table = self.bundle.table(tp, "moe")
+                provenance = self.provenance
+                if (sources := wider_from(degrees_of(table, one.name), measured_ep)) is not None:
+                    table, provenance = wider_table(table, one.name, moe, sources, measured_ep), "projected"
                 grid = moe_grid(table, one.name, measured_ep, moe.num_experts // measured_ep, outside)
-                found.append(Experts(one.name, count, moe, ep, grid, self.provenance, busiest))
+                found.append(Experts(one.name, count, moe, ep, grid, provenance, busiest))
         return tuple(found)
 
 
