@@ -13,8 +13,13 @@ from serving.config import load_cluster
 from serving.deployment import deploy
 from serving.placement import plan
 
-FILES = sorted((data_root() / "configs" / "cluster").glob("*8x-*.yaml"))
+FILES = sorted((data_root() / "configs" / "cluster").glob("*-*x-*.yaml"))
 NATURAL = [path for path in FILES if "largest data parallelism" in path.read_text() or "natural" in path.read_text()]
+
+
+def gpus(path: Path) -> int:
+    """Of a file's name: h200-8x-..., rtxpro6000-16x-..."""
+    return int(path.stem.split("-")[1].removesuffix("x"))
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
@@ -22,7 +27,7 @@ def test_a_cluster_file_is_legal_and_fits(path: Path) -> None:
     for instance in load_cluster(path).instances:
         spec, hardware, engine = load_model(instance.model), load_hardware(instance.hardware), instance.engine
         assert not broken_rules(spec, instance.parallel) and is_launchable(instance.parallel)
-        assert instance.parallel.gpus == 8
+        assert instance.parallel.gpus == gpus(path)
         assert engine.max_model_len_tokens is not None
         budget = memory_budget(
             spec,
@@ -42,7 +47,7 @@ def test_natural_layouts_have_the_largest_safe_data_parallelism(path: Path) -> N
     found = plan(
         load_model(instance.model),
         load_hardware(instance.hardware),
-        8,
+        gpus(path),
         pp=1,
         max_model_len=engine.max_model_len_tokens,
         max_num_batched_tokens=engine.max_num_batched_tokens,
@@ -61,4 +66,5 @@ def test_files_that_say_that_tables_ship_can_be_deployed(path: Path) -> None:
 
 
 def test_there_are_files_of_every_model_and_layout() -> None:
-    assert len(FILES) >= 10 and len(NATURAL) >= 7
+    assert len(FILES) >= 18 and len(NATURAL) >= 11
+    assert {gpus(path) for path in FILES} == {8, 16}
