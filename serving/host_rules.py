@@ -42,7 +42,18 @@ def table_host_of(
         largest_graph_tokens=largest_graph_tokens,
         compiled=not engine.eager and engine.graph_mode != "FULL_DECODE_ONLY",
         asynchronous=asynchronous,
+        waits=waits_for_device(spec),
     )
+
+
+def waits_for_device(spec: ModelSpec) -> bool:
+    """Whether a step with prefills is prepared with a wait for the device, in vLLM 0.26.
+
+    Block-sparse attention counts the keys of its prefills on the device (cu_seqlens_k of MiniMax-M3's
+    common/sparse_attention.py) and writes a number of the host's in front of them, a copy from memory that is not
+    pinned, before which CUDA waits for all that the stream has.
+    """
+    return any(layer.selection == "block" for layer in spec.layers)
 
 
 def host_source(engine: EngineSettings, host: TableHost | None) -> str:

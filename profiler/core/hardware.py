@@ -23,7 +23,8 @@ _LINK_KEYS = ("bandwidth_gbps", "latency_us", "source")
 _LARGEST = 1e9
 TIERS = ("intra_node", "inter_node")
 _HOST_PARTS = ("schedule", "prepare", "replay", "sample", "bookkeep", "tokens", "update", "output")
-OPTIONAL_HOST_PARTS = ("prepare_prefill", "launch_mixed", "piecewise", "launch_components")
+OPTIONAL_HOST_PARTS = ("prepare_prefill", "prepare_behind", "launch_mixed", "piecewise", "launch_components")
+_HOST_PREPARED = ("prepare_prefill", "prepare_behind")
 _HOST_LAUNCHES = ("launch", "launch_mixed", "piecewise")
 
 
@@ -61,9 +62,11 @@ class Host:
     """Time of an engine's thread for one step, in the order in which it works, without its waits for the device.
 
     schedule, prepare: the batch and its inputs; prepare_prefill: in place of prepare where a step has prefills, with
-    per_request_us for every prefill, None where nobody has told one from the other. Then the layers: replay of one CUDA
-    graph of the whole step, piecewise in graphs of parts of layers, or launch of every kernel; launch_mixed where a
-    step has prefills and decodes, whose attention runs one after the other. sample, bookkeep: the sampler and the
+    per_request_us for every prefill, None where nobody has told one from the other. prepare_behind: what is left of it
+    once the device has ended the step before, with models that wait for that (serving.host_rules); None where nobody
+    has measured one. Then the layers: replay of one CUDA graph of the whole step, piecewise in graphs of parts of
+    layers, or launch of every kernel; launch_mixed where a step has prefills and decodes, whose attention runs one
+    after the other. sample, bookkeep: the sampler and the
     batch's books. tokens: from the device's end of the step until the thread has its tokens, were it to wait for
     nothing else. update, output: into the scheduler, and into the outputs of the requests. launch_mixed, piecewise:
     None where nobody has measured it. launch_components: components per layer (of profiler.families) of the layers that
@@ -84,6 +87,7 @@ class Host:
     prepare_prefill: HostPart | None = None
     launch_mixed: HostLaunch | None = None
     launch_components: float | None = None
+    prepare_behind: HostPart | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,14 +249,16 @@ def host_of(path: Path, value: Any) -> Host:
     optional = tuple(name for name in OPTIONAL_HOST_PARTS if name in value)
     _check_keys(path, "host", value, (*_HOST_PARTS, "launch", *optional, "source"))
     parts = {name: HostPart(*_pair(path, name, value[name], "per_request_us")) for name in _HOST_PARTS}
-    name = "prepare_prefill"
-    prefill = HostPart(*_pair(path, name, value[name], "per_request_us")) if name in value else None
+    prepared = {
+        one: HostPart(*_pair(path, one, value[one], "per_request_us")) for one in _HOST_PREPARED if one in value
+    }
     launches = {
         one: HostLaunch(*_pair(path, one, value[one], "per_layer_us")) for one in _HOST_LAUNCHES if one in value
     }
     return Host(
         **parts,
-        prepare_prefill=prefill,
+        prepare_prefill=prepared.get("prepare_prefill"),
+        prepare_behind=prepared.get("prepare_behind"),
         launch=launches["launch"],
         launch_mixed=launches.get("launch_mixed"),
         piecewise=launches.get("piecewise"),

@@ -6,12 +6,14 @@ asynchronous scheduling two steps are in flight, so a step is launched while the
 in flight goes round once more before it waits. Without, it waits for the step that it has just launched.
 
 The device begins a step when it has ended the one before and the first kernel is launched; a device that waited for
-that has the step's inputs by then. Kernels that are launched one by one end no earlier than from their launch on: the
-device has idled among layers that it runs faster than they are launched, so it ends no earlier than the last layer's
-experts and the head need behind the launch of what comes before, and, where a stack begins with layers of another kind
-(dense ones before experts), than the others need behind the launch of these. The same holds for graphs of parts of
-layers with launched attention between them. A step ends, and its tokens are known, when the thread has updated the
-scheduler.
+that has the step's inputs by then. Some models' inputs are prepared with a wait for the device: then even the first
+launch of such a step comes behind the end of the one before, and so do the tokens of that.
+
+Kernels that are launched one by one end no earlier than from their launch on: the device has idled among layers that it
+runs faster than they are launched, so it ends no earlier than the last layer's experts and the head need behind the
+launch of what comes before, and, where a stack begins with layers of another kind (dense ones before experts), than the
+others need behind the launch of these. The same holds for graphs of parts of layers with launched attention between
+them. A step ends, and its tokens are known, when the thread has updated the scheduler.
 """
 
 from collections import deque
@@ -26,7 +28,9 @@ from serving.core.shape import StepCost, StepShape
 class HostTimes(NamedTuple):
     """Nanoseconds of the host's thread for one step: before its first launch, launching, and once its tokens are there
     until they are known; then making the outputs. first_ns: of launching, the layers ahead of those of another kind,
-    layers_ns: all layers, up to the experts of the last one where it has some; both 0 where they are one graph."""
+    layers_ns: all layers, up to the experts of the last one where it has some; both 0 where they are one graph.
+    behind_ns: the first launch comes no sooner than this after the device has ended the step before; None where
+    preparing does not wait for that."""
 
     before_ns: int
     launch_ns: int
@@ -34,6 +38,12 @@ class HostTimes(NamedTuple):
     output_ns: int
     first_ns: int = 0
     layers_ns: int = 0
+    behind_ns: int | None = None
+
+    def begin_ns(self, thread_ns: int, device_ns: int) -> int:
+        """The first launch, of a thread that is free at `thread_ns` and a device that is at `device_ns`."""
+        begin_ns = thread_ns + self.before_ns
+        return begin_ns if self.behind_ns is None else max(begin_ns, device_ns + self.behind_ns)
 
 
 class Behind(NamedTuple):
@@ -151,7 +161,7 @@ class HostedGroup(Group):
         if device_ns <= 0:
             raise ValueError(f"a step must take at least 1 ns, the cost model says {device_ns}")
         times = self.host.times(shapes)
-        begin_ns = self._free_ns + times.before_ns
+        begin_ns = times.begin_ns(self._free_ns, self._device_ns)
         self._free_ns = begin_ns + times.launch_ns
         self._device_ns = max(max(self._device_ns, begin_ns - self.inputs_ns) + device_ns, self._free_ns)
         if self.behind is not None:

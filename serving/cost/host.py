@@ -24,6 +24,7 @@ class TableHost:
     run in graphs of parts of layers, with the attention between them launched; else they are launched kernel by kernel,
     as all steps beyond the graphs are, compiled or not. Where nobody has measured the former it takes no time: a bound
     from below. experts_last: the last layer has experts. added: further work before a step, such as that of a recorder.
+    waits: a step with prefills is prepared with a wait for the device's end of the step before.
     """
 
     host: Host
@@ -36,6 +37,7 @@ class TableHost:
     launch_layers: float | None = None
     launch_first_layers: float | None = None
     experts_last: bool = False
+    waits: bool = False
     _known: dict[tuple[str, int, int], HostTimes] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def times(self, shapes: Sequence[StepShape | None]) -> HostTimes:
@@ -76,6 +78,7 @@ class TableHost:
         prepare_us = us(host.prepare)
         if prefills and (more := host.prepare_prefill) is not None:
             prepare_us = more.fixed_us + more.per_request_us * prefills
+        behind = (host.prepare_behind or NOTHING) if prefills and self.waits else None
         # The device begins a graph when all of it is launched, and single kernels with the first of them.
         graph: tuple[HostPart, ...] = (host.replay,) if launched == "replay" else ()
         by_layer: HostLaunch | None = None if launched == "replay" else getattr(host, launched)
@@ -88,14 +91,15 @@ class TableHost:
         # The last layer's experts come behind the launch of their own, or in the graph behind the last attention.
         last_us = by_layer.per_layer_us * EXPERTS_SHARE if by_layer and one_by_one and self.experts_last else 0.0
         # Without asynchronous scheduling the books wait for the tokens.
-        ahead, behind = ((host.bookkeep,), ()) if self.asynchronous else ((), (host.bookkeep,))
+        ahead, later = ((host.bookkeep,), ()) if self.asynchronous else ((), (host.bookkeep,))
         return HostTimes(
             before_ns=round(1e3 * (prepare_us + us(host.schedule, self.added, *graph))),
             launch_ns=round(1e3 * (layers_us + us(host.sample, *ahead))),
-            update_ns=round(1e3 * us(*behind, host.tokens, host.update)),
+            update_ns=round(1e3 * us(*later, host.tokens, host.update)),
             output_ns=round(1e3 * us(host.output)),
             first_ns=round(1e3 * _launch_us(by_layer, first)),
             layers_ns=round(1e3 * (layers_us - last_us)),
+            behind_ns=None if behind is None else round(1e3 * us(behind)),
         )
 
 

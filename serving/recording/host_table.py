@@ -9,6 +9,7 @@ of it.
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from itertools import pairwise
 from operator import attrgetter
 from pathlib import Path
 from statistics import fmean, median
@@ -19,11 +20,13 @@ from profiler.core.hardware import OPTIONAL_HOST_PARTS, Host, host_of
 from profiler.core.load import read_mapping
 from profiler.core.registry import load_model
 from profiler.core.stack import component_calls
+from serving.host_rules import waits_for_device
 from serving.recording.files import read_steps
 from serving.recording.steps import Step
 
 KINDS: Final = ("decode", "prefill", "mixed")
 STALL = 3.0  # medians
+LONG_US = 5_000.0  # more than preparing a step takes: a device that was busy for so long was waited for
 LEAST_STEPS = 5  # of one number of requests, for its mean to count
 WAITED_US = 50.0  # so long before the device's end a thread has come for one to say that it waited for it
 
@@ -78,7 +81,8 @@ PARTS: Final[Mapping[str, Part]] = {
 class Log:
     """The steps of one recording. asynchronous: its engine scheduled a step while the one before ran. mode: of
     serving.recording.vllm_driver.MODES. engine: model, version and card, for the source of what is found. components:
-    per layer; None for a model that is not known here."""
+    per layer; None for a model that is not known here. behind: (requests, microseconds from the device's end of the
+    step before to the first launch) of steps that were prepared with a wait for it; such steps have no launch_us."""
 
     path: Path
     layers: int
@@ -87,6 +91,7 @@ class Log:
     mode: str = "decode-graphs"
     engine: str = ""
     components: float | None = None
+    behind: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +124,10 @@ def read_log(path: Path) -> Log:
 
 def log_of(path: Path, meta: Mapping[str, Any], engine: Mapping[str, Any], steps: Sequence[Step]) -> Log:
     """From what read_log reads of the recording in `path`. Raises ConfigError when a key is missing."""
+    behind: tuple[tuple[int, float], ...] = ()
     try:
+        if _waits(str(meta["model"])):
+            steps, behind = told_apart(steps)
         name = f"{meta['model']}, vLLM {meta['vllm_version']}, {(engine.get('gpu') or {}).get('name', 'unknown GPU')}"
         return Log(
             path,
@@ -129,6 +137,7 @@ def log_of(path: Path, meta: Mapping[str, Any], engine: Mapping[str, Any], steps
             str(meta["mode"]),
             name,
             _components(str(meta["model"]), int(meta["layers"])),
+            behind,
         )
     except KeyError as error:
         raise ConfigError(f"{path}: meta.json and engine.json lack {error}; recorded by an older version") from None
@@ -139,6 +148,33 @@ def _components(model: str, layers: int) -> float | None:
         return component_calls(load_model(model), layers) / layers
     except ConfigError:
         return None
+
+
+def _waits(model: str) -> bool:
+    try:
+        return waits_for_device(load_model(model))
+    except ConfigError:
+        return False
+
+
+def told_apart(steps: Sequence[Step]) -> tuple[tuple[Step, ...], tuple[tuple[int, float], ...]]:
+    """Steps of a model that is prepared for prefills with a wait for the device, and what Log.behind is of them.
+
+    Work is told from waiting where the device had ended the step before when preparing began, and what is left behind
+    the wait where it went on for LONG_US. The launch_us of the others, and of those that waited, is taken out.
+    """
+    kept, behind = list(steps[:1]), []
+    for before, step in pairwise(steps):
+        if step.prefill_requests and before.gpu_start_s is not None and before.gpu_us and step.launch_us is not None:
+            ended_us = before.gpu_start_s * 1e6 + before.gpu_us
+            begun_us = step.start_s * 1e6 + (step.add_us or 0.0) + (step.schedule_us or 0.0)
+            if ended_us > begun_us + LONG_US:
+                launched_us = begun_us + step.launch_us - (step.forward_launch_us or 0.0)
+                behind.append((_requests(step), launched_us - ended_us))
+            if ended_us > begun_us:
+                step = replace(step, launch_us=None)
+        kept.append(step)
+    return tuple(kept), tuple(behind)
 
 
 def kind_of(step: Step) -> str:
@@ -175,11 +211,19 @@ def linear(
 ) -> Linear | None:
     """Least squares over the usual values by number of `requests`, each with the weight of its steps; None without two
     numbers of requests that have enough steps."""
+    return _fitted(
+        (requests(step), value)
+        for log in logs
+        for step in log.steps
+        if wanted(log, step) and (value := part(step)) is not None
+    )
+
+
+def _fitted(values: Iterable[tuple[int, float]]) -> Linear | None:
+    """As `linear`, of (requests, value) of every step."""
     by_requests: dict[int, list[float]] = defaultdict(list)
-    for log in logs:
-        for step in log.steps:
-            if wanted(log, step) and (value := part(step)) is not None:
-                by_requests[requests(step)].append(value)
+    for requests, value in values:
+        by_requests[requests].append(value)
     points = [(n, _usual(found), len(found)) for n, found in by_requests.items() if len(found) >= LEAST_STEPS]
     if len(points) < 2:
         return None
@@ -242,7 +286,10 @@ def _part(
     wanted: Callable[[Log, Step], bool] = lambda log, step: True,
     requests: Callable[[Step], int] = _requests,
 ) -> dict[str, float] | None:
-    found = linear(logs, part, wanted, requests)
+    return _rounded(linear(logs, part, wanted, requests))
+
+
+def _rounded(found: Linear | None) -> dict[str, float] | None:
     if found is None:
         return None
     return {"fixed_us": round(found.fixed_us, 1), "per_request_us": round(found.per_request_us, 2)}
@@ -268,6 +315,8 @@ def _block(logs: Sequence[Log]) -> dict[str, Any]:
     part("prepare", "prepare", lambda log, step: not step.prefill_requests)
     prefills = attrgetter("prefill_requests")
     part("prepare_prefill", "prepare", lambda log, step: bool(step.prefill_requests), prefills)
+    if (behind := _rounded(_fitted(one for log in logs for one in log.behind))) is not None:
+        block["prepare_behind"] = behind
     part("replay", "forward_launch", lambda log, step: step.graph == "FULL")
     for name in ("sample", "bookkeep", "tokens", "update", "output"):
         part(name, name, lambda log, step: True)

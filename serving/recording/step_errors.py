@@ -78,19 +78,20 @@ def priced_steps(
         idle = before is None or _us(before.updated_s) + IDLE_US < step.start_s * 1e6
         device = wall = None
         if step.gpu_us is not None and step.gpu_start_s is not None:
-            begin_us = step.start_s * 1e6 + hosts[index].before_ns / 1e3
+            free_us = _device_end_us(before) if before else 0.0
+            begin_us = hosts[index].begin_ns(round(step.start_s * 1e9), round(free_us * 1e3)) / 1e3
             launched_us = begin_us + hosts[index].launch_ns / 1e3
             if behind is not None:
                 launched_us = max(launched_us, behind.end_ns(round(begin_us * 1e3), hosts[index], [shape]) / 1e3)
             gpu_start_us = step.gpu_start_s * 1e6
             ready_us = begin_us - inputs_ns / 1e3
             device = step.gpu_us, max(max(gpu_start_us, ready_us) + kernels_us, launched_us) - gpu_start_us
-            free_us = _device_end_us(before) if before else 0.0
             end_us = max(max(free_us, ready_us) + kernels_us, launched_us)
             following = steps[index + 1] if index + 1 < len(steps) else None
             if following is not None and following.start_s < (step.updated_s or 0.0):
                 more = hosts[index + 1]
-                end_us = max(end_us, following.start_s * 1e6 + (more.before_ns + more.launch_ns) / 1e3)
+                more_ns = more.begin_ns(round(following.start_s * 1e9), round(end_us * 1e3)) + more.launch_ns
+                end_us = max(end_us, more_ns / 1e3)
             since_us = step.start_s * 1e6 if idle or before is None else _us(before.updated_s)
             if step.updated_s is not None:
                 priced_us = end_us + hosts[index].update_ns / 1e3

@@ -13,7 +13,17 @@ from profiler.core.hardware import HostLaunch, HostPart, load_hardware
 from profiler.core.paths import hardware_root
 from serving.commands.host import command
 from serving.recording.files import steps_text
-from serving.recording.host_table import Linear, Log, host_block, layer_launch, linear, own_host, read_log, rows
+from serving.recording.host_table import (
+    Linear,
+    Log,
+    host_block,
+    layer_launch,
+    linear,
+    own_host,
+    read_log,
+    rows,
+    told_apart,
+)
 from serving.recording.steps import Step
 
 META = {"model": "some model", "layers": 6, "mode": "decode-graphs", "vllm_version": "0.26.0"}
@@ -193,6 +203,31 @@ def test_layers_of_other_stacks_are_counted_by_their_components() -> None:
     assert host_block([one])["launch_components"] == 26.0
     assert "launch_components" not in host_block([one, replace(log(4), components=25.0)])
     assert "launch_components" not in host_block([log()])
+
+
+def test_work_is_told_from_waiting_for_the_device() -> None:
+    """Preparing takes 900 + 300 per prefill; of steps scheduled ahead 250 + 10 per request are left behind the wait."""
+
+    def after(before: Step, one: Step, ahead_us: float) -> Step:
+        """Scheduled so long before the device ends `before`; 0 is a device that is idle by then."""
+        ends_us = (before.gpu_start_s or 0.0) * 1e6 + (before.gpu_us or 0.0)
+        begins_us = ends_us - ahead_us - (one.schedule_us or 0.0)
+        n = one.decode_requests + one.prefill_requests
+        if not ahead_us:
+            return replace(one, start_s=begins_us / 1e6)
+        launched_us = ahead_us + 250.0 + 10.0 * n + (one.forward_launch_us or 0.0)
+        return replace(one, start_s=begins_us / 1e6, launch_us=launched_us, input_wait_us=0.0)
+
+    whole = mixed_log()
+    steps: list[Step] = []
+    for ahead_us in (0.0, 40_000.0):
+        for one in whole.steps:
+            steps += [step(1), after(step(1), one, ahead_us) if one.prefill_requests else one]
+    kept, behind = told_apart(steps)
+    block = host_block([replace(whole, steps=kept, behind=behind)])
+    assert block["prepare_behind"] == pytest.approx({"fixed_us": 250.0, "per_request_us": 10.0}, abs=0.01)
+    assert block["prepare_prefill"] == {"fixed_us": 900.0, "per_request_us": 300.0}
+    assert host_block([replace(whole, steps=tuple(steps))])["prepare_prefill"]["fixed_us"] > 9_000.0
 
 
 def compiled_log(mode: str, us: float, launched_us: float) -> Log:

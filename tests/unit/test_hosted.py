@@ -10,10 +10,12 @@ from simulated import engine, replayed, request
 from test_step_log import FORWARD_US, fake_vllm, played, trace
 
 from profiler.core.hardware import Host, HostLaunch, HostPart
+from profiler.core.registry import load_model
 from serving.core.hosted import Behind, HostedGroup, HostTimes
 from serving.core.scheduler import Limits
 from serving.core.shape import StepShape
 from serving.cost.host import TableHost
+from serving.host_rules import waits_for_device
 
 __all__ = ["fake_vllm"]
 
@@ -128,9 +130,9 @@ def test_how_steps_are_launched():
         source="here",
     )
     graphs = TableHost(host, 6, 512, False, True)
-    assert graphs.times([decodes]) == (93_000, 0, 6_500, 0, 0, 0)
+    assert graphs.times([decodes]) == (93_000, 0, 6_500, 0, 0, 0, None)
     launch_ns = 700_000 + 6 * 2_900_000
-    assert graphs.times([shape]) == (0, launch_ns, 7_000, 0, 0, launch_ns)
+    assert graphs.times([shape]) == (0, launch_ns, 7_000, 0, 0, launch_ns, None)
     assert graphs.times([shape, None, decodes]) == graphs.times([shape])
     assert graphs.times([None, decodes]) == graphs.times([decodes])
     assert TableHost(host, 6, 0, False, True).times([decodes]).launch_ns == launch_ns
@@ -143,7 +145,7 @@ def test_compiled_layers_are_launched_by_parts_as_far_as_graphs_reach():
     host = replace(MIXED, piecewise=HostLaunch(100.0, 400.0))
     within = TableHost(host, 6, 512, True, True, first_layers=2, experts_last=True)
     # The last layer's experts are in the graph behind the last attention, so all of its launch comes before them.
-    assert within.times([shape]) == (37_000, 2_500_000, 0, 0, 900_000, 2_500_000)
+    assert within.times([shape]) == (37_000, 2_500_000, 0, 0, 900_000, 2_500_000, None)
     assert within.times([decodes])[4:] == (0, 0)
     beyond = replace(within, largest_graph_tokens=64)
     assert beyond.times([shape]) == replace(beyond, compiled=False).times([shape])
@@ -154,7 +156,7 @@ def test_compiled_layers_are_launched_by_parts_as_far_as_graphs_reach():
     assert other.times([shape]) == within.times([shape])
     assert replace(other, largest_graph_tokens=0).times([shape])[4:] == (43_500, round(231_000 - 25_000 * 12 / 51))
     unknown = replace(within, host=replace(host, piecewise=None))
-    assert unknown.times([shape]) == (37_000, 0, 0, 0, 0, 0)
+    assert unknown.times([shape]) == (37_000, 0, 0, 0, 0, 0, None)
 
 
 def test_the_books_wait_for_the_tokens_without_asynchronous_scheduling():
@@ -190,14 +192,37 @@ def test_prefills_and_steps_of_both_kinds_have_times_of_their_own():
     prefills = StepShape(((100, 0), (50, 0)), 0, 0, 0, 0, 2)
     both = StepShape(((100, 0),), 3, 30, 10, 30, 4)
     assert host.times([decodes])[:2] == (13_000, 0)
-    assert host.times([prefills]) == (44_000, 125_000, 0, 0, 45_000, 125_000)
-    assert host.times([both]) == (37_000, 156_000, 0, 0, 56_000, 156_000)
+    assert host.times([prefills]) == (44_000, 125_000, 0, 0, 45_000, 125_000, None)
+    assert host.times([both]) == (37_000, 156_000, 0, 0, 56_000, 156_000, None)
     # Of two ranks one launches prefills, the other decodes; none launches both.
     assert host.times([prefills, decodes]).launch_ns == 125_000
     with_experts = TableHost(MIXED, 6, 512, False, True, first_layers=2, experts_last=True).times([prefills])
-    assert with_experts == (44_000, 125_000, 0, 0, 45_000, 125_000 - round(20_000 * 12 / 51))
+    assert with_experts == (44_000, 125_000, 0, 0, 45_000, 125_000 - round(20_000 * 12 / 51), None)
     untold = TableHost(replace(MIXED, prepare_prefill=None, launch_mixed=None), 6, 512, False, True)
     assert untold.times([both])[:2] == (14_000, 125_000)
+
+
+def test_a_preparation_that_waits_for_the_device_is_not_hidden_by_it():
+    """Every step is launched 20 behind the device's end of the one before, which a busy device hides otherwise. The
+    tokens of that come no sooner than the launch of 5 has ended."""
+    cost = Constant(100, HostTimes(30, 5, 3, 2, behind_ns=20))
+    (record,), _ = replayed([hosted(cost, asynchronous=True)], [request(output=9)])
+    assert record.first_token_ns == 130 + 20 + 5 + 3 and record.itl_p50_ns == 120
+    # An idle device holds nothing up: one after the other, 30 + 40 + 3 + 2.
+    (record,), _ = replayed([hosted(replace(cost, device_ns=40), asynchronous=False)], [request(output=3)])
+    assert record.itl_p50_ns == 75
+
+
+def test_steps_with_prefills_wait_for_the_device_where_a_model_does():
+    host = replace(MIXED, prepare_behind=HostPart(30.0, 2.0))
+    decodes = StepShape((), 3, 30, 10, 30, 3)
+    both = StepShape(((100, 0),), 3, 30, 10, 30, 4)
+    assert TableHost(host, 6, 512, False, True).times([both]).behind_ns is None
+    waits = TableHost(host, 6, 512, False, True, waits=True)
+    assert waits.times([both]).behind_ns == 38_000 and waits.times([decodes]).behind_ns is None
+    assert TableHost(MIXED, 6, 512, False, True, waits=True).times([both]).behind_ns == 0
+    assert waits_for_device(load_model("MiniMaxAI/MiniMax-M3"))
+    assert not waits_for_device(load_model("zai-org/GLM-5-FP8"))
 
 
 def test_inputs_are_not_copied_before_the_last_launch_of_the_step_before():
