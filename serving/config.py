@@ -94,14 +94,16 @@ class EngineSettings:
 class Routing:
     """How tokens choose experts and where these are. gate "even" is the expected even load, without a draw.
 
-    options: of the gate. counts_path, picks_path: files of the gates "histogram" and "recorded". placement: one of
-    serving.expert_placement.STRATEGIES, without redundant experts. nodes: over which "eplb" packs expert groups.
+    options: of the gate. counts_path, picks_path, bias_path: files of the gates "histogram", "recorded" and
+    "grouped_topk". placement: one of serving.expert_placement.STRATEGIES, without redundant experts. nodes: over
+    which "eplb" packs expert groups.
     """
 
     gate: str = "even"
     options: tuple[tuple[str, float], ...] = ()
     counts_path: Path | None = None
     picks_path: Path | None = None
+    bias_path: Path | None = None
     placement: str = "linear"
     nodes: int = 1
     seed: int = 0
@@ -238,6 +240,7 @@ class RoutingFile(Strict):
     options: dict[str, Annotated[float, Field(allow_inf_nan=False)]] = Field(default_factory=dict)
     counts: str | None = None
     picks: str | None = None
+    bias: str | None = None
     placement: str = "linear"
     nodes: Count = 1
     seed: Annotated[int, Field(ge=0)] = 0
@@ -331,6 +334,7 @@ def _routing(path: Path, routing: RoutingFile) -> Routing:
         options=tuple(sorted(routing.options.items())),
         counts_path=path.parent / routing.counts if routing.counts else None,
         picks_path=path.parent / routing.picks if routing.picks else None,
+        bias_path=path.parent / routing.bias if routing.bias else None,
         placement=routing.placement,
         nodes=routing.nodes,
         seed=routing.seed,

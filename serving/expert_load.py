@@ -4,10 +4,10 @@ from profiler.core.errors import ConfigError
 from profiler.core.types import ModelSpec, MoeDims, Parallel
 from serving.config import Routing
 from serving.expert_placement import make_placement
-from serving.gates import Draw, create_gate
-from serving.routing import ExpertLoad, expert_load, popularity, read_counts, read_picks
+from serving.gates import EVEN, Draw, create_gate
+from serving.routing import ExpertLoad, expert_load, popularity, read_bias, read_counts, read_picks
 
-_FILES = {"histogram": "counts", "recorded": "picks"}
+_FILES = {"histogram": "counts", "recorded": "picks", "grouped_topk": "bias"}
 
 
 def routed_load(spec: ModelSpec, parallel: Parallel, routing: Routing, most_tokens: int) -> ExpertLoad | None:
@@ -23,7 +23,7 @@ def routed_load(spec: ModelSpec, parallel: Parallel, routing: Routing, most_toke
     if spec.moe is None:
         raise ConfigError(f"routing: {spec.name} has no experts")
     _check_files(routing)
-    if routing.gate == "even":
+    if routing.gate == EVEN:
         if routing.placement != "linear" or routing.options:
             raise ConfigError("routing: an even load is the same for every placement and has no options; name a gate")
         return None
@@ -39,16 +39,20 @@ def routed_load(spec: ModelSpec, parallel: Parallel, routing: Routing, most_toke
 
 def make_draw(moe: MoeDims, routing: Routing) -> Draw:
     """The gate of a routing block with its files read. Raises ConfigError."""
+    _check_files(routing)
     options: dict[str, object] = dict(routing.options)
     if routing.counts_path is not None:
         options["counts"] = read_counts(routing.counts_path, moe)
     if routing.picks_path is not None:
         options["picks"] = read_picks(routing.picks_path, moe)
+    if routing.bias_path is not None:
+        options["bias"] = read_bias(routing.bias_path, moe)
     return create_gate(routing.gate, moe, options)
 
 
 def _check_files(routing: Routing) -> None:
-    for name, path in (("counts", routing.counts_path), ("picks", routing.picks_path)):
+    paths = {"counts": routing.counts_path, "picks": routing.picks_path, "bias": routing.bias_path}
+    for name, path in paths.items():
         if path is not None and _FILES.get(routing.gate) != name:
             owner = next(gate for gate, file in _FILES.items() if file == name)
             raise ConfigError(f"routing: a {name} file belongs to gate {owner}, the gate is {routing.gate}")

@@ -11,7 +11,7 @@ Without groups (GLM-5, MiniMax-M3) both are the same number.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import comb
@@ -22,6 +22,7 @@ from profiler.core.errors import ConfigError
 from profiler.core.types import MoeDims
 from serving.expert_placement import ExpertPlacement, linear
 from serving.gates import Draw, check_dims, create_gate
+from serving.gates.grouped_topk import check_bias
 from serving.gates.histogram import check_counts
 from serving.gates.recorded import check_row
 
@@ -187,12 +188,13 @@ class BusiestRank:
 
     tokens ascending; pairs and distinct: mean over draws of the largest pairs and distinct experts of a rank, over the
     expectation of an even gate. Between two counts the factors are read along the logarithm of the tokens; beyond the
-    last they stay as they are there.
+    last they stay as they are there. most_experts: of the fullest rank, copies included.
     """
 
     tokens: tuple[int, ...]
     pairs: tuple[float, ...]
     distinct: tuple[float, ...]
+    most_experts: int
 
     def factors(self, tokens: int) -> tuple[float, float]:
         """(pairs, distinct experts) of the busiest rank over those of an even load."""
@@ -223,7 +225,7 @@ def busiest_rank(
         found = simulate(draw, placement, tokens, draws=max(4, min(100, _DRAWN_TOKENS // tokens)), seed=seed)
         pairs.append(found.busiest_pairs.mean / expected_pairs(moe, placement.ranks, tokens))
         distinct.append(found.busiest_distinct.mean / expected_distinct(moe, placement.ranks, tokens))
-    return BusiestRank(tuple(counts), tuple(pairs), tuple(distinct))
+    return BusiestRank(tuple(counts), tuple(pairs), tuple(distinct), placement.most_slots)
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,8 +256,17 @@ def own_reach(moe: MoeDims, ranks: int) -> float:
 
 def read_counts(path: Path, moe: MoeDims) -> list[float]:
     """A histogram file: a JSON list of numbers, one per expert. Raises ConfigError naming the file."""
+    return _numbers(path, moe, check_counts)
+
+
+def read_bias(path: Path, moe: MoeDims) -> list[float]:
+    """A router's correction bias: a JSON list of numbers, one per expert. Raises ConfigError naming the file."""
+    return _numbers(path, moe, check_bias)
+
+
+def _numbers(path: Path, moe: MoeDims, check: Callable[[Any, MoeDims], list[float]]) -> list[float]:
     try:
-        return check_counts(_json(path.read_text(encoding="utf-8"), str(path)), moe)
+        return check(_json(path.read_text(encoding="utf-8"), str(path)), moe)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
     except ConfigError as error:

@@ -17,6 +17,10 @@ Draw = Callable[[int, Any], Any]
 Options = Mapping[str, Any]
 
 
+# The gate of a cluster file without one: the expected load of every rank, so there is nothing to draw and no file.
+EVEN = "even"
+
+
 def known_gates() -> tuple[str, ...]:
     return tuple(sorted(m.name for m in pkgutil.iter_modules(__path__) if not m.name.startswith("_")))
 
@@ -24,10 +28,13 @@ def known_gates() -> tuple[str, ...]:
 def create_gate(name: str, moe: MoeDims, options: Options | None = None) -> Draw:
     """The gate `name` for a model's experts.
 
-    Raises ConfigError for an unknown gate, an option that the gate does not have, or a value that breaks its rule.
+    Raises ConfigError for an unknown gate, the one that draws nothing, an option that the gate does not have, or a
+    value that breaks its rule.
     """
+    if name == EVEN:
+        raise ConfigError(f"gate {EVEN} draws nothing: every rank has the expected load. {_others()}")
     if name not in known_gates():
-        raise unknown("gate", name, known_gates())
+        raise unknown("gate", name, (EVEN, *known_gates()))
     check_dims(moe)
     module = importlib.import_module(f"{__name__}.{name}")
     given = dict(options or {})
@@ -36,6 +43,10 @@ def create_gate(name: str, moe: MoeDims, options: Options | None = None) -> Draw
             raise unknown(f"option of gate {name}", key, module.OPTIONS)
     draw: Draw = module.create(moe, given)
     return draw
+
+
+def _others() -> str:
+    return f"Those that draw: {', '.join(known_gates())}."
 
 
 def check_dims(moe: MoeDims) -> None:

@@ -9,6 +9,7 @@ number per expert, added to the choice alone. Groups of DeepSeek-V3.2 compete wi
 spread over the chosen groups more evenly than under groups drawn at random: see random_groups.
 """
 
+import math
 from typing import Any
 
 from profiler.core.errors import ConfigError
@@ -23,7 +24,7 @@ def create(moe: MoeDims, options: Options) -> Draw:
     import numpy as np
 
     logit_std = number(options, "logit_std", 1.0)
-    bias = _bias(options.get("bias"), moe)
+    bias = None if "bias" not in options else np.asarray(check_bias(options["bias"], moe), dtype=np.float32)
     own = np.random.Generator(np.random.PCG64(int(number(options, "popularity_seed", 0))))
     shared = (number(options, "popularity_std", 0.0) * own.standard_normal(moe.num_experts)).astype(np.float32)
 
@@ -58,12 +59,17 @@ def select(logits: Any, moe: MoeDims, bias: Any) -> Any:
     return top(choice, moe.topk)
 
 
-def _bias(given: Any, moe: MoeDims) -> Any:
-    import numpy as np
-
-    if given is None:
-        return None
-    bias = np.asarray(given, dtype=np.float32)
-    if bias.shape != (moe.num_experts,) or not np.isfinite(bias).all():
-        raise ConfigError(f"bias must be {moe.num_experts} finite numbers, one per expert")
-    return bias
+def check_bias(bias: Any, moe: MoeDims) -> list[float]:
+    """The bias as floats. Raises ConfigError for a wrong length, a value that is no number, or a router without one."""
+    if not isinstance(bias, list | tuple):
+        raise ConfigError(
+            f"a bias is {moe.num_experts} numbers, one for each expert: a file, named by the routing's `bias`"
+        )
+    if not moe.has_bias:
+        raise ConfigError("the router of this model adds no bias to its scores; leave it out")
+    if len(bias) != moe.num_experts:
+        raise ConfigError(f"the bias has {len(bias)} numbers for {moe.num_experts} experts; one each is needed")
+    for expert, value in enumerate(bias):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise ConfigError(f"number {expert} of the bias is {value!r}; it must be finite")
+    return [float(value) for value in bias]

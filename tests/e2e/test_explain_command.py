@@ -70,6 +70,12 @@ def test_routing_prints_the_exact_and_the_drawn_reach() -> None:
         again == run("routing", "deepseek-ai/DeepSeek-V3.2", "--ep", "8", "--tokens", "512", "--format", "csv").stdout
     )
     assert again.splitlines()[0].startswith("tokens,reach,")
+    for name in ("tokens", "pairs", "distinct"):
+        least, *_, most = found["loads"][0][f"busiest_{name}_p50_p90_p99"]
+        assert found["loads"][0][f"mean_{name}"] <= least <= most
+        assert f",busiest_{name}_p99" in again.splitlines()[0]
+    table = run("routing", "deepseek-ai/DeepSeek-V3.2", "--ep", "8", "--tokens", "512").stdout.splitlines()
+    assert [line[35:44].strip() for line in table[2:]] == ["of a rank", "tokens", "pairs", "experts"]
 
 
 def test_routing_refuses_what_breaks_a_rule(tmp_path: Path) -> None:
@@ -79,6 +85,11 @@ def test_routing_refuses_what_breaks_a_rule(tmp_path: Path) -> None:
     counts.write_text("[1, 2]")
     done = run("routing", "zai-org/GLM-5", "--ep", "8", "--gate", "histogram", "--counts", str(counts), expect=2)
     assert "2 counts for 256 experts" in done.stderr
+    bias = tmp_path / "bias.json"
+    bias.write_text("[1, NaN]")
+    done = run("routing", "zai-org/GLM-5", "--ep", "8", "--bias", str(bias), expect=2)
+    assert "bias.json: the bias has 2 numbers for 256 experts" in done.stderr
+    assert "gate even draws nothing" in run("routing", "zai-org/GLM-5", "--ep", "8", "--gate", "even", expect=2).stderr
     assert "has no experts" in run("routing", "meta-llama/Llama-3.1-8B", "--ep", "8", expect=2).stderr
 
 

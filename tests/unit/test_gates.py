@@ -15,6 +15,7 @@ from serving.routing import (
     popularity,
     rank_load,
     reach_probability,
+    read_bias,
     read_counts,
     read_picks,
     simulate,
@@ -144,7 +145,11 @@ def test_quantiles_are_in_order() -> None:
         ("recorded", {"picks": [[0, 1, 2]]}, "a list of 4 expert ids is needed"),
         ("recorded", {"picks": [[0, 1, 2, 16]]}, "16 is no expert; ids are 0 to 15"),
         ("recorded", {"picks": [[0, 1, 2, 2]]}, "must differ"),
-        ("grouped_topk", {"bias": [0.0] * 3}, "bias must be 16 finite numbers"),
+        ("grouped_topk", {"bias": 0.5}, "a bias is 16 numbers, one for each expert: a file"),
+        ("grouped_topk", {"bias": [0.0] * 3}, "the bias has 3 numbers for 16 experts"),
+        ("grouped_topk", {"bias": [0.0] * 15 + [float("nan")]}, "number 15 of the bias is nan; it must be finite"),
+        ("even", {}, "gate even draws nothing: every rank has the expected load. Those that draw: balanced, "),
+        ("evn", {}, "did you mean 'even'"),
     ],
 )
 def test_bad_gates_are_refused(gate: str, options: dict[str, object], message: str) -> None:
@@ -171,6 +176,15 @@ def test_closed_form_refuses_what_it_does_not_cover() -> None:
         reach_probability(MOE, 3)
     with pytest.raises(ConfigError, match="cut each other"):
         reach_probability(MoeDims(24, 4, 64, 1, 64, n_group=4, topk_group=2), 6)
+
+
+def test_a_bias_moves_the_choice_and_needs_a_router_that_adds_one(tmp_path: Path) -> None:
+    path = tmp_path / "bias.json"
+    path.write_text(json.dumps([1.0] * 4 + [0.0] * 8 + [1.0] * 4))
+    picks = create_gate("grouped_topk", MOE, {"bias": read_bias(path, MOE)})(50, rng())
+    assert {int(expert) for expert in picks.reshape(-1)} <= {0, 1, 2, 3, 12, 13, 14, 15}
+    with pytest.raises(ConfigError, match=r"bias.json: the router of this model adds no bias to its scores"):
+        read_bias(path, MoeDims(16, 4, 64, 1, 64))
 
 
 def test_files_of_counts_and_picks(tmp_path: Path) -> None:
