@@ -94,11 +94,16 @@ def shared_stream(
 
     engine: whose tables they are. None where nobody has measured it; pipelines and steps with drafts have no such rule.
     """
-    us = hardware.shared_stream_us if hardware else None
+    us = None
+    if hardware is not None:
+        bf16 = spec.quantization.weights == "bf16"
+        us = hardware.shared_stream_bf16_us if bf16 else hardware.shared_stream_us
     if us is None or engine != "vllm" or not instance.engine.shared_stream or not spec.moe:
         return None
     if not spec.moe.num_shared_experts or instance.parallel.pp > 1 or instance.engine.speculation:
         return None
+    if us < 0:  # a share of what shared experts take, and every tensor-parallel rank has its part of these
+        us /= instance.parallel.tp
     layers = sum(layer.mlp == "moe" for layer in spec.layers)
 
     def lines(tokens: int) -> list[Line]:

@@ -17,7 +17,8 @@ from profiler.core.paths import hardware_root
 
 _NUMBERS = ("memory_total_gib", "hbm_gbps", "bf16_tflops", "fp8_tflops", "l2_mib")
 _COUNTS = ("sm_count", "gpus_per_node")
-_OPTIONAL = ("step_overhead_us", "shared_stream_us")
+_OPTIONAL = ("step_overhead_us", "shared_stream_us", "shared_stream_bf16_us")
+_SIGNED = ("shared_stream_bf16_us",)
 _KEYS = ("name", "aliases", "architecture", *_NUMBERS, *_COUNTS, "links")
 _LINK_KEYS = ("bandwidth_gbps", "latency_us", "source")
 _LARGEST = 1e9
@@ -99,8 +100,8 @@ class Hardware:
     cores.
     gpus_per_node: GPUs that share the `intra_node` link. links: by tier, see TIERS. sources: where each number is from.
     step_overhead_us: device time of an engine's step that no kernel table holds. shared_stream_us: what a layer with
-    shared experts takes longer with these on a stream of their own, beside the routed ones. host: what a step costs the
-    host. All are None where nobody has found it out.
+    shared experts takes longer with these on a stream of their own, beside the routed ones; shared_stream_bf16_us:
+    likewise with bf16 weights, negative where it takes less. host: what a step costs the host. All are None where nobody has found it out.
     """
 
     name: str
@@ -117,6 +118,7 @@ class Hardware:
     sources: Mapping[str, str] = field(hash=False)
     step_overhead_us: float | None = None
     shared_stream_us: float | None = None
+    shared_stream_bf16_us: float | None = None
     host: Host | None = None
 
 
@@ -186,6 +188,7 @@ def _read(name: str, root: Path | None) -> Hardware:
         sources=sources,
         step_overhead_us=numbers.get("step_overhead_us"),
         shared_stream_us=numbers.get("shared_stream_us"),
+        shared_stream_bf16_us=numbers.get("shared_stream_bf16_us"),
         host=host_of(path, values["host"]) if "host" in values else None,
     )
 
@@ -205,11 +208,18 @@ def _positive(path: Path, key: str, value: Any) -> float:
     return float(value)
 
 
+def _signed(path: Path, key: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= _LARGEST:
+        raise ConfigError(f"{path}: {key} must be a number up to {_LARGEST:g} either way, found {value!r}")
+    return float(value)
+
+
 def _sourced(path: Path, key: str, value: Any) -> tuple[float, str]:
     if not isinstance(value, Mapping):
         raise ConfigError(f"{path}: {key} must be a mapping of value and source, found {value!r}")
     _check_keys(path, key, value, ("value", "source"))
-    return _positive(path, key, value["value"]), _text(path, f"{key}.source", value["source"])
+    number = _signed(path, key, value["value"]) if key in _SIGNED else _positive(path, key, value["value"])
+    return number, _text(path, f"{key}.source", value["source"])
 
 
 def _text(path: Path, key: str, value: Any) -> str:

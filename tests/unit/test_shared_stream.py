@@ -45,6 +45,21 @@ def test_steps_of_few_tokens_pay_for_the_stream(tmp_path: Path, requests: int) -
     assert [(one.calls, one.provenance) for one in lines if one.component == "shared_stream"] == [(3, "hardware file")]
 
 
+@pytest.mark.parametrize("tp", [1, 8])
+def test_bf16_shared_experts_are_partly_hidden(tmp_path: Path, tp: int) -> None:
+    """Five of the eight layers have experts, and every rank its part of the shared ones."""
+    us = load_hardware("H200").shared_stream_bf16_us
+    assert us is not None and us < 0
+    text = CLUSTER.replace("deepseek-ai/DeepSeek-V3.2-Exp", "MiniMaxAI/MiniMax-M3").replace("layers: 6", "layers: 8")
+    times = []
+    for shared in ("true", "false"):
+        path = tmp_path / "cluster.yaml"
+        path.write_text(text.replace("SHARED", shared).replace("  engine:", f"  parallel: {{tp: {tp}}}\n  engine:"))
+        deployed = deploy(load_cluster(path).instances[0], 0, default_bundle_root(), False)
+        times.append(deployed.table_cost.step_ns([decodes(4)]))
+    assert times[0] - times[1] == round(5 * us / tp * 1e3)
+
+
 def test_a_step_of_prefills_beyond_it_does_not(tmp_path: Path) -> None:
     shape = StepShape(((600, 0),), 0, 0, 0, 0, 1)
     assert cost(tmp_path, "true").step_ns([shape]) == cost(tmp_path, "false").step_ns([shape])
