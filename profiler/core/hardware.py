@@ -101,7 +101,8 @@ class Hardware:
     gpus_per_node: GPUs that share the `intra_node` link. links: by tier, see TIERS. sources: where each number is from.
     step_overhead_us: device time of an engine's step that no kernel table holds. shared_stream_us: what a layer with
     shared experts takes longer with these on a stream of their own, beside the routed ones; shared_stream_bf16_us:
-    likewise with bf16 weights, negative where it takes less. host: what a step costs the host. All are None where nobody has found it out.
+    likewise with bf16 weights, negative where it takes less. host: what a step costs the host. All are None where
+    nobody has found it out.
     """
 
     name: str
