@@ -16,6 +16,7 @@ from profiler.core.stack import stack_of, text_config
 from profiler.core.types import ModelSpec
 from profiler.engines.base import EngineInfo, EngineOptions, KernelSample, PowerTarget, ShotResult
 from profiler.engines.vllm_support import (
+    balance,
     batches,
     boot,
     expert_backends,
@@ -38,6 +39,8 @@ WINDOW_S = 1.5
 KEPT_EXPERT_TOKENS = 300_000
 JIT_WORKERS_VARIABLE = "SPARSIGHT_JIT_WORKERS"
 UTILIZATION = 0.80
+# Of one random prompt, on which the routers' loads are evened.
+BALANCE_TOKENS = 8192
 
 
 def create(options: EngineOptions) -> "VllmEngine":
@@ -97,6 +100,7 @@ class VllmEngine:
         self._expert_inputs: dict[MoeBatch, tuple[Any, Any, Any]] = {}
         self._finished: set[str] = set()
         self._steps = 0
+        self._routing = self._even_loads()
 
     def info(self) -> EngineInfo:
         import torch
@@ -131,6 +135,7 @@ class VllmEngine:
                 "weights": "random normal, fan-in scaled",
                 "index_scores": "random normal, distinct",
                 "routing": "the engine's own router on random hidden states; expert slices by the model's rule",
+                "expert_loads": self._routing,
                 "sampler": "greedy",
                 "repeat_rule": repeats.RULE,
                 "max_model_len": self._options.max_model_len,
@@ -276,6 +281,19 @@ class VllmEngine:
         except Exception:
             self._boot.runner.execute_model_state = None
             raise
+
+    def _even_loads(self) -> dict[str, Any]:
+        """Evens the routers' loads, so that a batch reaches as many experts as the tables say; what was found."""
+        moe = self._options.spec.moe
+        if moe is None or not moe.has_bias:
+            return {"not_evened": "routers have no bias"}
+        tokens = min(BALANCE_TOKENS, self._options.max_num_batched_tokens, self._options.max_model_len - 1)
+        shot = Shot((), ((tokens, 0),))
+        try:
+            return dict(balance.balance(self._boot.model, moe, lambda: self._step(shot)))
+        except Exception as error:  # tables of uneven loads are tables still, and say so
+            print(f"warning: expert loads are not evened: {type(error).__name__}: {error}", file=sys.stderr)
+            return {"not_evened": f"{type(error).__name__}: {error}"}
 
     def _release_caches(self) -> None:
         import torch
