@@ -50,7 +50,7 @@ class LinkLike(Protocol):
 
 
 class Price(NamedTuple):
-    """provenance: "measured" from a table, "computed" from links."""
+    """provenance: "measured" or "imported" from a table, "computed" from links."""
 
     us: float
     provenance: str
@@ -81,9 +81,13 @@ class Tier:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Curves of a collectives table by (operation, ranks), bytes to microseconds."""
+    """Curves of a collectives table by (operation, ranks), bytes to microseconds.
+
+    imported: those that others measured.
+    """
 
     curves: dict[tuple[str, int], Curve]
+    imported: frozenset[tuple[str, int]] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +116,9 @@ class Collectives:
             return Price(self._computed_us(operation, total_bytes, ranks), "computed")
         largest = curve.xs[-1]
         if total_bytes <= largest:
-            return Price(curve.at(max(total_bytes, curve.xs[0])), "measured")
+            assert self.measured is not None
+            imported = (operation, ranks) in self.measured.imported
+            return Price(curve.at(max(total_bytes, curve.xs[0])), "imported" if imported else "measured")
         factor = curve.ts[-1] / self._computed_us(operation, largest, ranks)
         return Price(factor * self._computed_us(operation, total_bytes, ranks), "computed")
 
@@ -211,10 +217,16 @@ def from_hardware(hardware: Hardware, rows: Sequence[CollectiveRow] = ()) -> Col
 
 
 def with_table(collectives: Collectives, rows: Sequence[CollectiveRow]) -> Collectives:
-    """The same collectives that ask a measured table first: its calls in CUDA graphs, the fastest back end by size."""
-    there = {(row.operation, row.gpus) for row in rows if row.mode == "graph"}
-    curves = {(operation, gpus): collective_curve(rows, operation, gpus, "graph") for operation, gpus in sorted(there)}
-    return replace(collectives, measured=Measured(curves))
+    """The same collectives that ask a table first: its calls in CUDA graphs, the fastest back end by size.
+
+    Imported rows count for operations and ranks alone of which the card's own table has none.
+    """
+    graphs = [row for row in rows if row.mode == "graph"]
+    own = {(row.operation, row.gpus) for row in graphs if row.provenance == "measured"}
+    imported = {(row.operation, row.gpus) for row in graphs} - own
+    chosen = [row for row in graphs if ((row.operation, row.gpus) in imported) == (row.provenance == "imported")]
+    curves = {one: collective_curve(chosen, *one, "graph") for one in sorted(own | imported)}
+    return replace(collectives, measured=Measured(curves, frozenset(imported)))
 
 
 def _tier(link: Link) -> Tier:

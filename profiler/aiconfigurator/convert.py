@@ -16,7 +16,7 @@ from profiler.aiconfigurator.attention import (
     prefill_cells,
     table_rows,
 )
-from profiler.aiconfigurator.collectives import collective_rows
+from profiler.aiconfigurator.collectives import collective_rows, collectives_run
 from profiler.aiconfigurator.experts import COLUMNS as EXPERT_COLUMNS
 from profiler.aiconfigurator.experts import expert_rows
 from profiler.aiconfigurator.gemm import COLUMNS as GEMM_COLUMNS
@@ -64,7 +64,7 @@ Tables = dict[tuple[int, Category], Table]
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """A bundle to be written, and the collectives of its hardware.
+    """A bundle to be written, and the collectives of its hardware with what is said of them.
 
     changes: rows dropped or corrected, by reason; left_out: what has no table.
     """
@@ -72,6 +72,7 @@ class Imported:
     meta: Mapping[str, Any]
     tables: Tables
     collectives: tuple[CollectiveRow, ...]
+    collectives_run: Mapping[str, Any]
     changes: Mapping[str, int]
     left_out: tuple[str, ...]
 
@@ -157,10 +158,12 @@ def convert(asked: Request, root: Path, model_config_root: Path | None = None) -
         if job.spec.moe is not None and (rows := _experts(job, tp)):
             tables[tp, "moe"] = make_table("moe", rows, f"{asked.system} moe tp {tp}")
     collectives, used = collective_rows(job.system, asked.backend, job.versions.get("module", ""))
+    meta = _meta(job, tps, used)
     return Imported(
-        meta=_meta(job, tps, used),
+        meta=meta,
         tables=tables,
         collectives=tuple(collectives),
+        collectives_run=collectives_run(collectives, meta, used),
         changes=dict(sorted(job.changes.items())),
         left_out=tuple(dict.fromkeys(job.left_out)),
     )

@@ -43,7 +43,7 @@ def aiconfigurator(system: str, model: str, backend: str, **options: Any) -> Non
     from profiler.aiconfigurator.convert import Request, convert
     from profiler.aiconfigurator.source import systems_root
     from profiler.core.bundle import write_bundle
-    from profiler.core.collective_table import write_collectives
+    from profiler.core.collective_table import add_run, write_collectives
     from profiler.core.paths import default_bundle_root
 
     asked = Request(
@@ -61,6 +61,7 @@ def aiconfigurator(system: str, model: str, backend: str, **options: Any) -> Non
     click.echo(f"{folder}")
     if imported.collectives:
         path = write_collectives(root, imported.meta["hardware"], imported.collectives, force=True)
+        add_run(root, imported.meta["hardware"], imported.collectives_run)
         click.echo(f"{path}: {len(imported.collectives)} rows")
     for (tp, category), table in sorted(imported.tables.items()):
         click.echo(f"  tp{tp}/{category}.csv: {len(table)} rows of {', '.join(table.names)}")

@@ -26,6 +26,8 @@ FILE: Final = "collectives.csv"
 RUNS_FILE: Final = "collectives.yaml"
 OPERATIONS: Final = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
 MODES: Final = ("graph", "eager")
+# Ends the back end's name in rows that others measured; no column says so, so that tables keep their form.
+IMPORTED: Final = " of AIConfigurator"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,11 @@ class CollectiveRow:
     @property
     def key(self) -> tuple[str, str, int, str, int, str]:
         return self.operation, self.backend, self.gpus, self.dtype, self.bytes, self.mode
+
+    @property
+    def provenance(self) -> str:
+        """ "imported" where others measured it, else "measured"."""
+        return "imported" if self.backend.endswith(IMPORTED) else "measured"
 
 
 COLUMNS: Final = tuple(field.name for field in fields(CollectiveRow))

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import imported
 import pytest
+import yaml
 from click.testing import CliRunner
 
 from profiler.aiconfigurator import source
@@ -218,7 +219,12 @@ def test_collectives_go_beside_the_bundles(root: Path, tmp_path: Path) -> None:
     own = "vllm 0.24.0 of AIConfigurator"
     assert rows["all_reduce", own, 8, "bf16", 2048, "graph"] == pytest.approx(4.0)
     assert rows["all_reduce", own, 8, "bf16", 2048, "eager"] == pytest.approx(20.0)
-    assert len(rows) == 12 + 2
+    assert rows["all_to_all", name, 8, "fp16", 1 << 21, "graph"] == pytest.approx(5 + (1 << 20) / 1e5)
+    assert len(rows) == 16 + 2
+    (said,) = yaml.safe_load((out / "H200" / "collectives.yaml").read_text())["runs"]
+    assert said["provenance"] == "imported" and said["rows"] == {name: 16, own: 2}
+    assert said["imported_from"]["tables"] == {"nccl": "2.29.2", "custom_allreduce": "0.24.0"}
+    assert "import aiconfigurator --system h200_sxm" in said["command"] and "Apache" in said["imported_from"]["licence"]
     again = CliRunner().invoke(command, [*arguments, "--out-root", str(out)])
     assert isinstance(again.exception, ConfigError) and "--force" in str(again.exception)
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from profiler.core.collective_table import CollectiveRow
+from profiler.core.collective_table import IMPORTED, CollectiveRow
 from profiler.core.errors import ConfigError
 from profiler.core.hardware import load_hardware
 from profiler.core.registry import load_model
@@ -86,6 +86,31 @@ def test_a_measured_table_answers_first() -> None:
     beyond = links.price("all_reduce", 1e9, 2)
     assert beyond.provenance == "computed"
     assert beyond.us == pytest.approx(plain.all_reduce_us(1e9, 2) * 8.0 / plain.all_reduce_us(4096, 2))
+
+
+def test_imported_rows_say_so_and_yield_to_the_cards_own() -> None:
+    theirs = f"nccl 2.29.2{IMPORTED}"
+    rows = [
+        CollectiveRow(operation, backend, 8, "bf16", 1024, "graph", us, 0.01)
+        for operation, backend, us in (
+            ("all_to_all", theirs, 9.0),
+            ("all_gather", theirs, 5.0),
+            ("all_gather", "nccl", 8.0),
+        )
+    ]
+    links = from_hardware(load_hardware("H200"), rows)
+    assert links.price("all_to_all", 1024, 8) == (9.0, "imported")
+    assert links.price("all_gather", 1024, 8) == (8.0, "measured")
+
+
+def test_public_all_to_alls_count_what_a_rank_sends_with_its_own_part() -> None:
+    """Then 2, 4 and 8 GPUs move equal bytes per time; without the own part two would exceed the link's 450 GB/s."""
+    largest = {
+        ranks: (size, us) for op, ranks, size, us in measured(NCCL["H200"], least_bytes=1 << 29) if op == "alltoall"
+    }
+    moved = [(ranks - 1) / ranks * size / us / 1e3 for ranks, (size, us) in largest.items()]
+    assert len(moved) == 3 and max(moved) / min(moved) < 1.1 and max(moved) < 450
+    assert largest[2][0] / largest[2][1] / 1e3 > 450
 
 
 def test_chunks_of_a_pipelined_ring_have_their_best_size() -> None:
