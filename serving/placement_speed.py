@@ -22,13 +22,15 @@ class Speed:
     """Of all GPUs of a placement together. reason: why there are no numbers, None where there are.
 
     requests: decoding in the step, all ranks together. decode_step_ms: the step in which each emits a token.
-    prefill_tokens_per_s: in steps of full token budgets of new prompts. tables: the bundle, and what its numbers are.
+    prefill_tokens_per_s: in steps of full token budgets of new prompts; None where a table ends before, and then
+    prefill_budget_tokens is the largest budget that the tables price. tables: the bundle, and what its numbers are.
     """
 
     requests: int = 0
     decode_step_ms: float | None = None
     decode_tokens_per_s: float | None = None
     prefill_tokens_per_s: float | None = None
+    prefill_budget_tokens: int | None = None
     reason: str | None = None
     tables: str | None = None
 
@@ -96,22 +98,43 @@ def _speed(
     cap = spec.indexer.attended_cap_tokens if spec.indexer else None
     keys = load.context_tokens
     decode = StepShape((), per_rank, per_rank * keys, keys, per_rank * min(keys, cap or keys), per_rank)
-    step_s = _step_ns(cost, decode, dp if lockstep else 1) / 1e9
+    ranks = dp if lockstep else 1
+    step_s = _step_ns(cost, decode, ranks) / 1e9
+    rate = _prefill_rate(cost, tokens, min(keys, tokens), dp, ranks)
     return Speed(
         requests=per_rank * dp,
         decode_step_ms=step_s * 1e3,
         decode_tokens_per_s=per_rank * dp / step_s,
-        prefill_tokens_per_s=_prefill_rate(cost, tokens, min(keys, tokens), dp, lockstep),
+        prefill_tokens_per_s=rate,
+        prefill_budget_tokens=_priced_budget(cost, tokens, keys, ranks) if rate is None else None,
         tables=f"{bundle.path.relative_to(root).as_posix()}, {bundle.meta['provenance']}",
     )
 
 
-def _prefill_rate(cost: TableCost, budget: int, prompt: int, dp: int, lockstep: bool) -> float | None:
+def _prefill_rate(cost: TableCost, budget: int, prompt: int, dp: int, ranks: int) -> float | None:
     """Tokens per second of whole prompts of `prompt` tokens filling the budget; None where a table ends before."""
     prompts = max(1, budget // prompt)
-    shape = StepShape(((prompt, 0),) * prompts, 0, 0, 0, 0, prompts)
+    step_ns = _prefill_ns(cost, (prompt,) * prompts, ranks)
+    return None if step_ns is None else 1e9 * prompts * prompt * dp / step_ns
+
+
+def _priced_budget(cost: TableCost, above: int, prompt: int, ranks: int) -> int | None:
+    """The largest budget below `above` that prompts fill to its last token within the tables; None where none does."""
+    good, bad = 0, above
+    while bad - good > 1:
+        budget = (good + bad) // 2
+        length = min(prompt, budget)
+        rest = (budget % length,) if budget % length else ()
+        if _prefill_ns(cost, (length,) * (budget // length) + rest, ranks) is None:
+            bad = budget
+        else:
+            good = budget
+    return good or None
+
+
+def _prefill_ns(cost: TableCost, prompts: tuple[int, ...], ranks: int) -> int | None:
     try:
-        return 1e9 * prompts * prompt * dp / _step_ns(cost, shape, dp if lockstep else 1)
+        return _step_ns(cost, StepShape(tuple((one, 0) for one in prompts), 0, 0, 0, 0, len(prompts)), ranks)
     except CoverageError:
         return None
 

@@ -21,7 +21,7 @@ _PIPED_WIDTH = 160
 _WIDE = 130
 
 _SPEED_NUMBERS = ("decode_step_ms", "decode_tokens_per_s", "prefill_tokens_per_s")
-_SPEED_COLUMNS = ("step_requests", *_SPEED_NUMBERS, "step_tables", "step_reason")
+_SPEED_COLUMNS = ("step_requests", *_SPEED_NUMBERS, "prefill_budget_tokens", "step_tables", "step_reason")
 _COLUMNS = (
     "tp",
     "pp",
@@ -168,6 +168,7 @@ def _speed(speed: "Speed") -> dict[str, Any]:
     return {
         "step_requests": speed.requests or None,
         **rounded,
+        "prefill_budget_tokens": speed.prefill_budget_tokens,
         "step_tables": speed.tables,
         "step_reason": speed.reason,
     }
@@ -288,9 +289,15 @@ def _print_speeds(rows: list[dict[str, Any]]) -> None:
         _print_table(table)
     for name in dict.fromkeys(row["step_tables"] for row in rows if row["step_tables"]):
         print(f"tables: {name}")
-    if unfilled := [_spell(row) for row in rows if row["step_reason"] is None and row["prefill_tokens_per_s"] is None]:
+    unfilled: dict[int | None, list[str]] = {}
+    for row in rows:
+        if row["step_reason"] is None and row["prefill_tokens_per_s"] is None:
+            unfilled.setdefault(row["prefill_budget_tokens"], []).append(_spell(row))
+    for budget, spelled in unfilled.items():
+        way = f"; --max-num-batched-tokens {budget} is the most that has a rate" if budget else ""
         print(
-            f"no prefill of {'; '.join(unfilled)}: the tables end before the tokens of a full step of all its engines"
+            f"no prefill of {'; '.join(spelled)}: the tables end before the tokens of a full step of all its engines"
+            f"{way}"
         )
     reasons: dict[str, list[str]] = {}
     for row in rows:

@@ -118,11 +118,14 @@ def test_plan_says_which_table_a_placement_lacks() -> None:
 
 def test_plan_tells_what_has_no_price_once_per_reason() -> None:
     sizes = ("--gpus", "8", "--max-model-len", "65536", "--step-context", "4096")
-    shown = run("plan", "zai-org/GLM-5.2-FP8", "--hardware", "H200", "--pp", "1", *sizes).stdout
-    lacking = [line for line in shown.splitlines() if "no tables of tp 4" in line]
-    assert [line.split(": ")[0] for line in lacking] == ["no step of tp 4 pp 1 dp 2 ep 8; tp 4 pp 1 dp 2 ep 1"]
+    many = ("--gpus", "16", *sizes[2:])
+    shown = run("plan", "zai-org/GLM-5.2-FP8", "--hardware", "H200", "--pp", "1", *many).stdout
+    lacking = [line for line in shown.splitlines() if "no tables of tp 16" in line]
+    assert [line.split(": ")[0] for line in lacking] == ["no step of tp 16 pp 1 dp 1 ep 16; tp 16 pp 1 dp 1 ep 1"]
     shown = run("plan", "deepseek-ai/DeepSeek-V3.2", "--hardware", "H200", "--pp", "1", *sizes).stdout
-    assert "no prefill of tp 1 pp 1 dp 8 ep 1; tp 2 pp 1 dp 4 ep 1: the tables end before" in shown
+    for split, budget in (("tp 1 pp 1 dp 8 ep 1", 2048), ("tp 2 pp 1 dp 4 ep 1", 4096)):
+        (line,) = (line for line in shown.splitlines() if line.startswith(f"no prefill of {split}: the tables end"))
+        assert line.endswith(f"; --max-num-batched-tokens {budget} is the most that has a rate")
     shown = run("plan", "deepseek-ai/DeepSeek-V3.2", "--hardware", "B200", "--pp", "1", *sizes).stdout
     assert "no step of any placement: no bundle of" in shown
 

@@ -63,6 +63,16 @@ def test_what_cannot_be_priced_says_why(tmp_path: Path) -> None:
             speeds(SPEC, H200, [small], load, tmp_path)
 
 
+def test_a_prefill_beyond_the_tables_names_the_largest_budget_within_them() -> None:
+    """Experts divided over 8 ranks end at 16,384 tokens of the group: 2,048 of each."""
+    group, root = Parallel(dp=8), default_bundle_root()
+    beyond = speed(root, group, Load(4096), max_num_batched_tokens=8192, max_num_seqs=256)
+    assert (beyond.prefill_tokens_per_s, beyond.prefill_budget_tokens) == (None, 2048)
+    within = speed(root, group, Load(4096), max_num_batched_tokens=2048, max_num_seqs=256)
+    assert within.prefill_tokens_per_s is not None and within.prefill_budget_tokens is None
+    assert speed(root, group, Load(4096), max_num_batched_tokens=2049).prefill_tokens_per_s is None
+
+
 def test_measured_tables_rank_the_layouts_as_a_public_benchmark_does() -> None:
     """8 x H200, V3.2: TP1 DP8 EP gives more throughput than TP8 (public runs of two engines: 1.11 and 2.4 times).
 
