@@ -139,6 +139,7 @@ def memory_budget(
     block_tokens: int | None = None,
     index_dtype: str = "auto",
     mtp_layers: int = 0,
+    redundant_experts: int = 0,
     dcp: int = 1,
     other_activation_gib: float = OTHER_ACTIVATION_GIB,
     non_torch_gib: float | None = None,
@@ -149,6 +150,7 @@ def memory_budget(
     """The memory of one rank and the KV blocks that it holds.
 
     max_model_len in tokens; max_num_batched_tokens and max_num_seqs default to the engine's choice for the GPU.
+    redundant_experts: copies of the experts of every layer, as profiler.core.weights.engine_weights counts them.
     other_activation_gib, non_torch_gib and cuda_graph_gib replace the stated reserves; headroom_gib is what
     has to remain beyond one sequence for a budget not to be marked risky. available_kv_gib, as a log
     prints it, replaces the whole budget. A budget that does not fit is returned, not raised: see Budget.fits and
@@ -166,7 +168,8 @@ def memory_budget(
         if value is not None and not 0 <= value < hardware.memory_total_gib:
             raise ConfigError(f"{name} is {value}; it must be between 0 and the device's memory")
 
-    split, weights = geometry(spec, parallel, dcp), stage_weights(spec, parallel, mtp_layers=mtp_layers)
+    split = geometry(spec, parallel, dcp)
+    weights = stage_weights(spec, parallel, mtp_layers=mtp_layers, redundant_experts=redundant_experts)
     layouts = {
         stage: kv_layout(
             spec,

@@ -95,8 +95,8 @@ class Routing:
     """How tokens choose experts and where these are. gate "even" is the expected even load, without a draw.
 
     options: of the gate. counts_path, picks_path, bias_path: files of the gates "histogram", "recorded" and
-    "grouped_topk". placement: one of serving.expert_placement.STRATEGIES, without redundant experts. nodes: over
-    which "eplb" packs expert groups.
+    "grouped_topk". placement: one of serving.expert_placement.STRATEGIES. nodes: over which "eplb" packs expert groups.
+    redundant: copies of experts of every layer over all ranks, of the eplb placements; vLLM's num_redundant_experts.
     """
 
     gate: str = "even"
@@ -107,6 +107,7 @@ class Routing:
     placement: str = "linear"
     nodes: int = 1
     seed: int = 0
+    redundant: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,6 +245,8 @@ class RoutingFile(Strict):
     placement: str = "linear"
     nodes: Count = 1
     seed: Annotated[int, Field(ge=0)] = 0
+    # vLLM's EPLB has room for 1,023 copies of an expert.
+    redundant: Annotated[int, Field(ge=0, le=1023)] = 0
 
 
 class InstanceFile(Strict):
@@ -338,6 +341,7 @@ def _routing(path: Path, routing: RoutingFile) -> Routing:
         placement=routing.placement,
         nodes=routing.nodes,
         seed=routing.seed,
+        redundant=routing.redundant,
     )
 
 

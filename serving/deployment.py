@@ -35,7 +35,7 @@ from serving.cost.host import TableHost
 from serving.cost.offload import OffloadCost
 from serving.cost.speculative import SpeculativeCost, build_speculative
 from serving.degree_tables import read_degrees
-from serving.expert_load import routed_load
+from serving.expert_load import redundant_experts, routed_load
 from serving.host_rules import behind_of, host_source, inputs_ns, shared_stream, table_host_of
 from serving.policies import load_policy
 from serving.result import Deployment, Tables
@@ -136,7 +136,8 @@ def deploy(
     bundle = read_degrees(path, spec, instance.parallel)
     if bundle.meta["provenance"] == "projected" and not allow_projected:
         raise ContractError(f"{path}: {_projected_from(bundle)} --allow-projected takes them, marked so in the result.")
-    kv = _kv(instance, spec, hardware, limits, bundle)
+    copies = redundant_experts(spec, instance.parallel, instance.routing)
+    kv = _kv(instance, spec, hardware, limits, bundle, copies)
     lockstep = spec.moe is not None and instance.parallel.dp > 1
     asynchronous = _asynchronous(instance, bundle)
     own = hardware or (load_hardware(instance.hardware) if instance.hardware in known_hardware() else None)
@@ -171,7 +172,7 @@ def deploy(
     stream = shared_stream(instance, spec, own, str(bundle.meta["engine"].get("name")))
     beside = {} if stream is None else {"more_by_tokens": stream}
     cost: AnyCost = priced(step_us=step_us, step_source=step_source, **beside)
-    behind = behind_of(priced, spec, table_host) if table_host else None
+    behind = behind_of(priced, spec, table_host, cost) if table_host else None
     copies_ns = inputs_ns(cost) if table_host else 0
     host = _host_memory(instance.engine.offload, kv.layout)
     if host is not None:
@@ -198,6 +199,7 @@ def deploy(
         tables=_tables(bundle, group),
         gate=instance.routing.gate,
         expert_placement=instance.routing.placement,
+        redundant_experts=copies,
         all2all_backend=instance.engine.all2all_backend,
         layers=instance.layers,
         role=instance.role,
@@ -373,7 +375,9 @@ def _limits(asked: EngineSettings, spec: ModelSpec, hardware: Hardware | None) -
     )
 
 
-def _kv(instance: Instance, spec: ModelSpec, hardware: Hardware | None, limits: Limits, bundle: Bundle) -> _Kv:
+def _kv(
+    instance: Instance, spec: ModelSpec, hardware: Hardware | None, limits: Limits, bundle: Bundle, redundant: int
+) -> _Kv:
     asked = instance.engine
     if instance.memory is not None:
         return _peer_kv(instance, spec, instance.memory, bundle)
@@ -391,6 +395,7 @@ def _kv(instance: Instance, spec: ModelSpec, hardware: Hardware | None, limits: 
         available_kv_gib=asked.available_kv_gib,
         cuda_graph_gib=0.0 if asked.eager else None,
         mtp_layers=min(asked.speculation.tokens, spec.mtp_layers) if asked.speculation else 0,
+        redundant_experts=redundant,
     )
     if asked.num_gpu_blocks is not None:
         return _Kv(budget.layout, asked.num_gpu_blocks, "num_gpu_blocks")

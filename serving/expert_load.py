@@ -20,8 +20,8 @@ def routed_load(spec: ModelSpec, parallel: Parallel, routing: Routing, most_toke
     """
     if routing == Routing():
         return None
-    if spec.moe is None:
-        raise ConfigError(f"routing: {spec.name} has no experts")
+    copies = redundant_experts(spec, parallel, routing)
+    assert spec.moe is not None
     _check_files(routing)
     if routing.gate == EVEN:
         if routing.placement != "linear" or routing.options:
@@ -32,9 +32,46 @@ def routed_load(spec: ModelSpec, parallel: Parallel, routing: Routing, most_toke
         return None
     load = popularity(draw, spec.moe.num_experts, seed=routing.seed) if routing.placement.startswith("eplb") else None
     placement = make_placement(
-        routing.placement, spec.moe.num_experts, parallel.ep, load=load, groups=spec.moe.n_group, nodes=routing.nodes
+        routing.placement,
+        spec.moe.num_experts,
+        parallel.ep,
+        load=load,
+        redundant=copies,
+        groups=spec.moe.n_group,
+        nodes=routing.nodes,
     )
     return expert_load(draw, spec.moe, placement, most_tokens, seed=routing.seed)
+
+
+def redundant_experts(spec: ModelSpec, parallel: Parallel, routing: Routing) -> int:
+    """Copies of experts beyond one of each, over all ranks; every rank holds (experts + copies) / ep.
+
+    Raises ConfigError for a routing of a model without experts, copies that no balancer places, that no rank holds
+    whole, or that do not divide over the ranks.
+    """
+    if routing == Routing():
+        return 0
+    if spec.moe is None:
+        raise ConfigError(f"routing: {spec.name} has no experts")
+    copies, experts, ep = routing.redundant, spec.moe.num_experts, parallel.ep
+    if not copies:
+        return 0
+    if not routing.placement.startswith("eplb"):
+        raise ConfigError(
+            f"routing: redundant {copies} with placement {routing.placement}: copies go to the most loaded experts; "
+            "use placement eplb or eplb_global, or redundant 0"
+        )
+    if ep == 1:
+        raise ConfigError(
+            f"routing: redundant {copies} with ep 1: every expert is divided over all ranks; use ep "
+            f"{parallel.tp * parallel.dp} or redundant 0"
+        )
+    if over := (experts + copies) % ep:
+        raise ConfigError(
+            f"routing: redundant {copies}: {experts} experts and {copies} copies do not divide over ep {ep}; "
+            f"the nearest that do are {max(0, copies - over)} and {copies + ep - over}"
+        )
+    return copies
 
 
 def make_draw(moe: MoeDims, routing: Routing) -> Draw:

@@ -201,6 +201,7 @@ def _deployment(one: Deployment) -> dict[str, Any]:
         "step_overhead_source": one.step_overhead_source,
         "gate": one.gate,
         "expert_placement": one.expert_placement,
+        "redundant_experts": one.redundant_experts,
         "all2all_backend": one.all2all_backend,
         "role": one.role,
         "kv_offload": _offload(one) if one.host and one.host_use else None,

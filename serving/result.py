@@ -59,6 +59,7 @@ class Deployment:
     tables: Tables
     gate: str = "even"
     expert_placement: str = "linear"
+    redundant_experts: int = 0
     all2all_backend: str = "allgather_reducescatter"
     layers: int | None = None
     verified: Verified | None = None

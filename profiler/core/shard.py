@@ -33,8 +33,11 @@ def ceil_div(value: int, divisor: int) -> int:
     return -(-value // divisor)
 
 
-def geometry(spec: ModelSpec, parallel: Parallel, dcp: int = 1) -> Geometry:
-    """Per-rank widths. Raises ConfigError naming every rule that the split breaks (see broken_rules)."""
+def geometry(spec: ModelSpec, parallel: Parallel, dcp: int = 1, *, redundant_experts: int = 0) -> Geometry:
+    """Per-rank widths. redundant_experts: copies of experts, which are spread over the ranks like the experts.
+
+    Raises ConfigError naming every rule that the split breaks (see broken_rules).
+    """
     if broken := broken_rules(spec, parallel, dcp):
         raise ConfigError(f"{spec.name} with {describe(parallel)}: {'; '.join(broken)}")
     tp, moe, moe_tp = parallel.tp, spec.moe, moe_tensor_parallel(parallel)
@@ -46,7 +49,7 @@ def geometry(spec: ModelSpec, parallel: Parallel, dcp: int = 1) -> Geometry:
         intermediate=spec.intermediate // tp,
         shared_intermediate=_shared_width(spec) // (1 if shared_is_replicated(parallel) else tp),
         moe_intermediate=moe.intermediate // moe_tp if moe else 0,
-        experts=ceil_div(moe.num_experts, parallel.ep) if moe else 0,
+        experts=ceil_div(moe.num_experts + redundant_experts, parallel.ep) if moe else 0,
         moe_tp=moe_tp,
         vocab=padded_vocab(spec) // tp,
     )

@@ -217,19 +217,26 @@ class EngineWeights:
         return sum(self.groups.values())
 
 
-def engine_weights(spec: ModelSpec, parallel: Parallel, *, mtp_layers: int = 0) -> EngineWeights:
+def engine_weights(
+    spec: ModelSpec, parallel: Parallel, *, mtp_layers: int = 0, redundant_experts: int = 0
+) -> EngineWeights:
     """What vLLM holds on the fullest rank: of the stage with most bytes, with the most experts.
+
+    redundant_experts: copies of experts of every layer (EPLB), over all ranks; a rank holds (experts + copies) / ep.
 
     Against the nominal view: embedding, head, router and norms in 2 bytes, fp8 block scales, the absorbed copies of
     kv_b_proj, whole query, key-value and indexer down-projections on each tensor-parallel rank, the shared expert
     on each data-parallel rank. Raises ConfigError for an illegal split.
     """
-    return max(stage_weights(spec, parallel, mtp_layers=mtp_layers), key=lambda weights: weights.total_bytes)
+    stages = stage_weights(spec, parallel, mtp_layers=mtp_layers, redundant_experts=redundant_experts)
+    return max(stages, key=lambda weights: weights.total_bytes)
 
 
-def stage_weights(spec: ModelSpec, parallel: Parallel, *, mtp_layers: int = 0) -> tuple[EngineWeights, ...]:
+def stage_weights(
+    spec: ModelSpec, parallel: Parallel, *, mtp_layers: int = 0, redundant_experts: int = 0
+) -> tuple[EngineWeights, ...]:
     """Bytes per rank of each pipeline stage, as engine_weights."""
-    split = geometry(spec, parallel)
+    split = geometry(spec, parallel, redundant_experts=redundant_experts)
     stages = stage_layers(spec, parallel)
     result = []
     for stage, layers in enumerate(stages):

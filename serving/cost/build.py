@@ -321,6 +321,7 @@ class _Builder:
             )
         any_slice = self.bundle.meta.get("moe_slices") == "any"
         measured_ep = 1 if any_slice else ep
+        slots = moe.num_experts // measured_ep
         found = []
         for one, count in counts.items():
             if one.category == "moe":
@@ -329,8 +330,8 @@ class _Builder:
                 provenance = self.provenance
                 if (sources := wider_from(degrees_of(table, one.name), measured_ep)) is not None:
                     table, provenance = wider_table(table, one.name, moe, sources, measured_ep), "projected"
-                grid = moe_grid(table, one.name, measured_ep, moe.num_experts // measured_ep, outside)
-                found.append(Experts(one.name, count, moe, ep, grid, provenance, busiest))
+                grid = moe_grid(table, one.name, measured_ep, slots, outside)
+                found.append(Experts(one.name, count, moe, ep, grid, provenance, slots, busiest))
         return tuple(found)
 
 

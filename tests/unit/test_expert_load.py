@@ -6,24 +6,33 @@ from pathlib import Path
 import priced
 import pytest
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 
 from profiler.core.errors import ConfigError
+from profiler.core.grid import Outside, make_grid
 from profiler.core.hardware import load_hardware
 from profiler.core.paths import data_root
 from profiler.core.registry import load_model
-from profiler.core.types import Parallel
+from profiler.core.types import ModelSpec, Parallel
+from profiler.core.weights import engine_weights
 from serving.collectives import from_hardware
 from serving.config import Routing, load_cluster
 from serving.core.shape import StepShape
 from serving.cost import build_cost
+from serving.cost.experts import Experts
 from serving.deployment import deploy
 from serving.expert_load import routed_load
-from serving.routing import reach_probability
+from serving.expert_placement import make_placement
+from serving.routing import BusiestRank, reach_probability
 
 V32, M3 = load_model("deepseek-ai/DeepSeek-V3.2-Exp"), load_model("MiniMaxAI/MiniMax-M3")
 GROUP = Parallel(dp=8, ep=8)
 CLUSTER = data_root() / "configs" / "cluster" / "h200-8x-deepseek-v32-dp8-ep8.yaml"
 DECODE = StepShape((), 32, 32 * 5000, 5000, 32 * 2048, 32)
+
+
+ZIPF = {"gate": "zipf", "options": {"exponent": 0.8}}
 
 
 def lines(tmp_path: Path, **options: object) -> dict[str, float]:
@@ -121,6 +130,13 @@ def test_a_cluster_file_names_gate_placement_and_back_end(tmp_path: Path) -> Non
         ({"gate": "evn"}, {}, "did you mean 'even'"),
         ({"gate": "histogram"}, {}, "needs counts"),
         ({"gates": "uniform"}, {}, "unknown key 'gates'"),
+        (ZIPF | {"redundant": 8}, {}, "redundant 8 with placement linear.*eplb or eplb_global, or redundant 0"),
+        (ZIPF | {"placement": "eplb", "redundant": 31}, {}, "31 copies do not divide over ep 8; .* are 24 and 32"),
+        (ZIPF | {"placement": "eplb", "redundant": 3}, {}, "the nearest that do are 0 and 8"),
+        (ZIPF | {"placement": "eplb", "redundant": -8}, {}, "routing.redundant: .*greater than or equal to 0"),
+        (ZIPF | {"placement": "eplb", "redundant": 1024}, {}, "routing.redundant: .*less than or equal to 1023"),
+        (ZIPF | {"placement": "eplb", "redundent": 8}, {}, "unknown key 'redundent'; did you mean 'redundant'"),
+        ({"placement": "eplb", "redundant": 8}, {}, "an even load is the same for every placement"),
         ({}, {"all2all_backend": "deepep"}, "unknown all2all back end 'deepep'"),
     ],
 )
@@ -137,3 +153,58 @@ def test_a_dense_model_and_too_many_ranks_are_refused() -> None:
         routed_load(load_model("meta-llama/Llama-3.1-8B"), Parallel(dp=2), Routing(gate="uniform"), 64)
     with pytest.raises(ConfigError, match="256 ranks for 128 experts"):
         routed_load(M3, Parallel(dp=256, ep=256), Routing(gate="uniform"), 64)
+
+
+def test_copies_of_divided_experts_are_refused() -> None:
+    routing = Routing(gate="uniform", placement="eplb", redundant=8)
+    with pytest.raises(ConfigError, match=r"redundant 8 with ep 1: .*; use ep 8 or redundant 0"):
+        routed_load(V32, Parallel(dp=8), routing, 64)
+
+
+@given(st.integers(0, 20), st.sampled_from([(1, 8), (2, 4), (8, 1), (1, 16)]), st.sampled_from([V32, M3]))
+def test_every_rank_holds_its_part_of_the_copies(steps: int, split: tuple[int, int], spec: ModelSpec) -> None:
+    """A layer's copies add the weights of copies / ep experts to each rank, and nothing else."""
+    tp, dp = split
+    parallel = Parallel(tp=tp, dp=dp, ep=tp * dp)
+    copies = steps * parallel.ep
+    assert spec.moe is not None
+    plain, more = (engine_weights(spec, parallel, redundant_experts=n).groups for n in (0, copies))
+    held = spec.moe.num_experts // parallel.ep
+    assert more["routed"] * held == plain["routed"] * (held + steps)
+    assert {k: v for k, v in more.items() if k != "routed"} == {k: v for k, v in plain.items() if k != "routed"}
+    placed = make_placement("eplb_global", spec.moe.num_experts, parallel.ep, redundant=copies)
+    assert {len(slots) for slots in placed.slots} == {held + steps}
+
+
+def test_copies_take_kv_memory_and_even_the_load(tmp_path: Path) -> None:
+    priced.bundle(tmp_path / "bundles")
+    found = {}
+    for copies in (0, 32):
+        path = cluster(tmp_path, ZIPF | {"placement": "eplb_global", "redundant": copies}, max_model_len=16384)
+        (instance,) = load_cluster(path).instances
+        found[copies] = deploy(instance, 0, tmp_path / "bundles", False)
+    plain, more = found[0].deployment, found[32].deployment
+    assert (plain.redundant_experts, more.redundant_experts) == (0, 32)
+    # 58 layers of four experts more: three matrices of 7168 x 2048 in fp8, an fp32 scale for 128 x 128 of them.
+    copies_bytes = 58 * 4 * 3 * 7168 * 2048 * (1 + 4 / 128**2)
+    lost = (plain.num_gpu_blocks - more.num_gpu_blocks) * found[0].kv.bytes_per_block
+    assert lost == pytest.approx(copies_bytes, abs=found[0].kv.bytes_per_block)
+    pairs = {
+        copies: one.table_cost.explain([StepShape(((2048, 0),), 0, 0, 0, 0, 1)] * 8) for copies, one in found.items()
+    }
+    experts = {copies: next(e.us for e in entries if e.component == "experts") for copies, entries in pairs.items()}
+    assert experts[32] < experts[0], "the busiest rank has fewer pairs"
+
+
+def test_copies_that_are_read_take_time_and_where_computing_takes_longer_they_do_not() -> None:
+    """32 experts take 32 x 10 us to read and 1 us for each pair; four copies more, a rank of 36."""
+    assert V32.moe is not None
+    pairs = (1.0, 100.0, 200.0, 10_000.0)
+    points = [(p, e, max(10.0 * e, p)) for p in pairs for e in (0.0, 32.0)]
+    grid = make_grid(("local_pairs", "activated_experts"), points, lambda x, y, other: y, Outside("experts", "", False))
+    load = BusiestRank((1,), (1.0,), (36 / 32,), 36)
+    one = Experts("experts", 1, V32.moe, 8, grid, "measured", 32, load)
+    assert one.load(300) == (300, pytest.approx(36, rel=1e-3))
+    assert one.line(10_000).us == pytest.approx(10_000)
+    few, reached = one.load(150)
+    assert reached > 32 and one.line(150).us == pytest.approx(10 * reached, rel=1e-4) and few == 150
