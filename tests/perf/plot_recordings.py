@@ -1,9 +1,11 @@
 """Picture of recordings against the simulator: distributions of TTFT and TPOT over the requests of each recording.
 
     python tests/perf/plot_recordings.py docs/images/recordings-h200-v32.png
+    python tests/perf/plot_recordings.py docs/images/recordings-h200-glm-5.png tests/recorded/H200/GLM-5-FP8-6L
 
-Replays the six recordings of RECORDINGS as `python -m serving validate` does and draws both distributions of each, with
-the difference of the means above them. The picture is taken with headless Chromium, which must be on the PATH.
+Replays the six recordings of RECORDINGS, of DeepSeek-V3.2 or in the folder named, as `python -m serving validate` does
+and draws both distributions of each, with the difference of the means above them. The picture is taken with headless
+Chromium, which must be on the PATH.
 """
 
 import math
@@ -44,14 +46,14 @@ FLAGS = (
 )  # fmt: skip
 
 
-def main(output: Path) -> None:
+def main(output: Path, folder: Path = FOLDER) -> None:
     """Writes the picture, PNG; exits with a message where there is no browser or it draws nothing."""
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None:
         sys.exit(f"none of {', '.join(BROWSERS)} is on the PATH")
     from serving.recording.validate import validate
 
-    html = picture([validate(FOLDER / name) for name in RECORDINGS])
+    html = picture([validate(folder / name) for name in RECORDINGS])
     output.parent.mkdir(parents=True, exist_ok=True)
     shoot(browser, html, output.resolve())
     print(f"{output}: {output.stat().st_size / 1e3:.0f} kB")
@@ -158,6 +160,6 @@ def shoot(browser: str, html: str, output: Path) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
+    if len(sys.argv) not in (2, 3) or sys.argv[1].startswith("-"):
         sys.exit(__doc__)
-    main(Path(sys.argv[1]))
+    main(*map(Path, sys.argv[1:]))
