@@ -7,8 +7,9 @@ others say what was reached, so that a change that makes the simulator worse sho
 from pathlib import Path
 
 import pytest
+import recorded_runs
 
-from serving.recording.validate import Validation, validate
+from serving.recording.validate import Validation
 
 RECORDED = Path(__file__).resolve().parents[1] / "recorded" / "H200" / "DeepSeek-V3.2-Exp-6L"
 # Bounds in per cent: mean TTFT, mean TPOT, median error of a step's device time, and of all their times summed.
@@ -42,9 +43,7 @@ def validated() -> dict[str, Validation]:
 
 
 def of(name: str, validated: dict[str, Validation]) -> Validation:
-    if name not in validated:
-        validated[name] = validate(RECORDED / name, with_own_host=True)
-    return validated[name]
+    return recorded_runs.of(RECORDED / name, validated)
 
 
 @pytest.mark.parametrize("name", [*GRAPHS, *BY_PARTS, *HOST])

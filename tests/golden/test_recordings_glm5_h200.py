@@ -1,0 +1,51 @@
+"""Replays against recordings of GLM-5-FP8 on one H200: a model on which no rule of the replay was chosen.
+
+As test_recordings_h200.py, with the host's times of each recording (docs/validation.md).
+"""
+
+from pathlib import Path
+
+import pytest
+from recorded_runs import of
+
+from serving.recording.validate import Validation
+
+RECORDED = Path(__file__).resolve().parents[1] / "recorded" / "H200" / "GLM-5-FP8-6L"
+# Bounds in per cent: mean TTFT, mean TPOT, median error of a step's device time, and of all their times summed.
+BOUNDS = {
+    "graphs-chat": (3.0, 2.0, 3.0, 2.0),
+    "graphs-mixed": (5.0, 2.0, 3.0, 2.0),
+    "graphs-saturated": (3.0, 2.5, 3.0, 2.0),
+    "graphs-prefixes": (4.0, 3.5, 3.0, 2.0),
+    "graphs-long": (5.0, 3.5, 3.0, 2.5),
+    "graphs-heldout": (5.5, 5.5, 3.0, 2.0),
+    "single-stream-mixed": (6.5, 5.5, 3.0, 2.0),
+    "engine-chat": (5.5, 2.0, 3.0, 2.0),
+    # Launched kernel by kernel, or with the host between any two steps: as noisy as the host.
+    "eager-chat": (6.5, 3.5, 12.0, 2.0),
+    "eager-mixed": (3.0, 2.5, 12.0, 2.0),
+    "sync-mixed": (3.5, 4.0, 7.5, 2.0),
+}
+
+
+@pytest.fixture(scope="module")
+def validated() -> dict[str, Validation]:
+    return {}
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+def test_errors_stay_as_small_as_they_are(name: str, validated: dict[str, Validation]) -> None:
+    found = of(RECORDED / name, validated)
+    off = {(one.metric, one.statistic): abs(one.difference_percent) for one in found.comparison.figures}
+    ttft, tpot, median, total = BOUNDS[name]
+    assert off["ttft", "mean"] <= ttft and off["tpot", "mean"] <= tpot
+    assert found.device["all"].median <= median and abs(found.device["all"].total) <= total
+    assert found.extrapolated_lookups == 0
+    blocks = found.blocks
+    assert blocks is not None and blocks.given == blocks.recorded
+    assert abs(blocks.predicted_percent) <= 1.0
+
+
+def test_a_full_cache_preempts_as_often(validated: dict[str, Validation]) -> None:
+    simulated, recorded = of(RECORDED / "graphs-saturated", validated).preemptions
+    assert recorded == 12 and abs(simulated - recorded) <= 4
