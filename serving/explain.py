@@ -1,8 +1,7 @@
 """One step's cost as a tree: parts of the model, their kernels and collectives, padding and waiting ranks."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from html import escape
 from typing import Any
 
 from profiler.core.batch_text import NONE, parse_batch
@@ -12,20 +11,9 @@ from serving.core.shape import StepShape
 from serving.cost.bounds import OUTSIDE, Bounds, calls_by_part
 from serving.cost.lines import Line
 from serving.cost.step import TableCost
+from serving.cost_tree import LEGEND, Node, html_page, mapping, summed, table_text
 
 IDLE = "idle"
-
-
-@dataclass(frozen=True, slots=True)
-class Node:
-    """`us` microseconds of `calls` calls; bound_us: the least time, None where it is not known for all of it."""
-
-    name: str
-    us: float
-    calls: int = 0
-    bound_us: float | None = None
-    provenance: str = ""
-    children: tuple["Node", ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +59,17 @@ def parse_rank(text: str, cap_tokens: int | None) -> StepShape | None:
 
 
 def explain(
-    cost: TableCost, shapes: Sequence[StepShape | None], bounds: Bounds | None, meta: Any, spec: ModelSpec
+    cost: TableCost,
+    shapes: Sequence[StepShape | None],
+    bounds: Bounds | None,
+    meta: Any,
+    spec: ModelSpec,
+    parts: Mapping[str, Mapping[str, int]] | None = None,
 ) -> Explanation:
     """The step of a group whose ranks have `shapes`. Raises CoverageError where a table does not reach.
 
-    bounds: None where no hardware file describes the card; then no line has one.
+    bounds: None where no hardware file describes the card; then no line has one. parts: calls of each component by part
+    of the model, where these are not those of a whole model of `spec`.
     """
     if not any(shapes):
         raise ConfigError("every rank is idle: there is no step to explain")
@@ -85,7 +79,7 @@ def explain(
     least = bounds.by_component(cost, shapes, busiest) if bounds else {}
     total_ns = cost.step_ns(shapes)
     unpadded_ns = replace(cost, capture_sizes=()).step_ns(shapes)
-    root = _root(lines, calls_by_part(spec, meta), least, spec)
+    root = _root(lines, parts or calls_by_part(spec, meta), least, spec)
     return Explanation(
         root=root,
         busiest_rank=busiest,
@@ -97,7 +91,9 @@ def explain(
     )
 
 
-def _root(lines: Sequence[Line], parts: dict[str, dict[str, int]], least: dict[str, float], spec: ModelSpec) -> Node:
+def _root(
+    lines: Sequence[Line], parts: Mapping[str, Mapping[str, int]], least: dict[str, float], spec: ModelSpec
+) -> Node:
     children = []
     placed: set[str] = set()
     for part, calls in parts.items():
@@ -108,9 +104,9 @@ def _root(lines: Sequence[Line], parts: dict[str, dict[str, int]], least: dict[s
                 placed.add(entry.component)
                 own.append(_leaf(entry, here, least))
         if own:
-            children.append(_sum(part, own))
+            children.append(summed(part, own))
     rest = [_leaf(entry, entry.calls, least) for entry in lines if entry.component not in placed]
-    return _sum("step", [*sorted(children, key=lambda node: -node.us), *rest])
+    return summed("step", [*sorted(children, key=lambda node: -node.us), *rest])
 
 
 def _collective_calls(entry: Line, part: str, spec: ModelSpec) -> int:
@@ -138,19 +134,6 @@ def _leaf(entry: Line, calls: int, least: dict[str, float]) -> Node:
     return Node(entry.component, entry.us * calls / entry.calls, calls, bound, entry.provenance)
 
 
-def _sum(name: str, children: Sequence[Node]) -> Node:
-    ordered = tuple(sorted(children, key=lambda node: -node.us))
-    known = [node.bound_us for node in ordered if node.bound_us is not None]
-    return Node(name, sum(node.us for node in ordered), 0, sum(known) if known else None, "", ordered)
-
-
-def rows(node: Node, depth: int = 0) -> Iterator[tuple[int, Node]]:
-    """The tree in reading order with the depth of each node."""
-    yield depth, node
-    for child in node.children:
-        yield from rows(child, depth + 1)
-
-
 def document(found: Explanation) -> dict[str, Any]:
     """The explanation as plain values, for JSON."""
     return {
@@ -161,34 +144,18 @@ def document(found: Explanation) -> dict[str, Any]:
         "ranks_us": [round(us, 3) for us in found.ranks_us],
         "padding_us": round(found.padding_us, 3),
         "waiting_us": round(found.waiting_us, 3),
-        "tree": _mapping(found.root),
+        "tree": mapping(found.root),
     }
-
-
-def _mapping(node: Node) -> dict[str, Any]:
-    content: dict[str, Any] = {"name": node.name, "us": round(node.us, 3)}
-    if node.calls:
-        content |= {"calls": node.calls, "provenance": node.provenance}
-    if node.bound_us is not None:
-        content["bound_us"] = round(node.bound_us, 3)
-    if node.children:
-        content["children"] = [_mapping(child) for child in node.children]
-    return content
 
 
 def tree_text(found: Explanation) -> str:
     """The tree as aligned text, 100 columns."""
-    total = found.root.us
-    lines = [f"{'':44}{'calls':>6}{'us':>13}{'share':>8}{'bound us':>12}{'reached':>9}  from"]
-    for depth, node in rows(found.root):
-        bound = "" if node.bound_us is None else f"{node.bound_us:,.1f}"
-        reached = "" if node.bound_us is None or not node.us else f"{node.bound_us / node.us:.0%}"
-        calls = str(node.calls) if node.calls else ""
-        name = "  " * depth + node.name
-        share = node.us / total
-        row = f"{name:44}{calls:>6}{node.us:>13,.1f}{share:>8.1%}{bound:>12}{reached:>9}  {node.provenance}"
-        lines.append(row.rstrip())
-    lines.append("")
+    return "\n".join([*table_text(found.root), "", *waits_text(found)])
+
+
+def waits_text(found: Explanation) -> list[str]:
+    """How long ranks wait for the busiest one, and what padding costs; nothing where there is none."""
+    lines = []
     if len(found.ranks_us) > 1:
         lines.append(
             f"busiest rank: {found.busiest_rank} of {len(found.ranks_us)}; the others wait {found.waiting_us:,.1f} us "
@@ -199,52 +166,13 @@ def tree_text(found: Explanation) -> str:
             f"padding: the busiest rank computes {found.computed_tokens[found.busiest_rank]} tokens for "
             f"{found.tokens[found.busiest_rank]}; without padding the step would be {found.padding_us:,.1f} us shorter"
         )
-    return "\n".join(lines)
-
-
-_STYLE = """
-body { font: 14px/1.4 system-ui, sans-serif; margin: 1rem auto; max-width: 1400px; padding: 0 1rem; color: #1c1e21 }
-h1 { font-size: 1.2rem } .flame { border: 1px solid #d0d4da } .flame div { box-sizing: border-box }
-.n { display: inline-block; vertical-align: top; overflow: hidden }
-.l { padding: 2px 4px; height: 24px; white-space: nowrap; overflow: hidden; text-overflow: ellipsis;
-     border-right: 1px solid #fff; border-bottom: 1px solid #fff; font-size: 12px }
-.c { display: flex } table { border-collapse: collapse; margin-top: 1rem; font-size: 13px }
-td, th { padding: 2px 10px; border-bottom: 1px solid #e3e6ea; text-align: left } td.r { text-align: right }
-"""
-# Fills by what a line is: grouping, tables, computed, stated.
-_FILLS = {"": "#e8ecf1", "computed": "#f3c98b", "stated": "#e6a5a0", "hardware file": "#e6a5a0"}
-_TABLE_FILL = "#9ec5e8"
+    return lines
 
 
 def page(found: Explanation, title: str) -> str:
-    """A self-contained HTML page: the step as a flame chart, widths in proportion to time, and the tree as a table."""
-    table = "".join(_html_row(depth, node, found.root.us) for depth, node in rows(found.root))
-    head = "".join(f"<th>{name}</th>" for name in ("", "calls", "us", "share", "bound us", "from"))
-    return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
-        f"<style>{_STYLE}</style></head><body><h1>{escape(title)}</h1>"
-        f"<p>{found.root.us / 1e3:,.3f} ms; padding {found.padding_us:,.1f} us; ranks wait {found.waiting_us:,.1f} us "
-        "on average. Blue: from tables. Orange: computed. Red: stated. Hover for the bound.</p>"
-        f'<div class="flame">{_flame(found.root, 100.0)}</div><table><tr>{head}</tr>{table}</table></body></html>\n'
+    """A self-contained HTML page: the step as a flame chart, and the tree as a table."""
+    intro = (
+        f"{found.root.us / 1e3:,.3f} ms; padding {found.padding_us:,.1f} us; ranks wait {found.waiting_us:,.1f} us "
+        f"on average. {LEGEND}"
     )
-
-
-def _html_row(depth: int, node: Node, total_us: float) -> str:
-    bound = "" if node.bound_us is None else f"{node.bound_us:,.1f}"
-    numbers = (str(node.calls or ""), f"{node.us:,.1f}", f"{node.us / total_us:.1%}", bound)
-    cells = "".join(f'<td class="r">{number}</td>' for number in numbers)
-    name = f'<td style="padding-left:{10 + 18 * depth}px">{escape(node.name)}</td>'
-    return f"<tr>{name}{cells}<td>{escape(node.provenance)}</td></tr>"
-
-
-def _flame(node: Node, width: float) -> str:
-    bound = "" if node.bound_us is None else f", bound {node.bound_us:,.1f} us"
-    text = escape(
-        f"{node.name}: {node.us:,.1f} us{bound}{', ' + node.provenance if node.provenance else ''}", quote=True
-    )
-    fill = _FILLS.get(node.provenance, _TABLE_FILL)
-    inner = "".join(_flame(child, 100.0 * child.us / node.us) for child in node.children) if node.us else ""
-    return (
-        f'<div class="n" style="width:{width:.4f}%"><div class="l" title="{text}" style="background:{fill}">'
-        f"{escape(node.name)}</div>" + (f'<div class="c">{inner}</div>' if inner else "") + "</div>"
-    )
+    return html_page(title, intro, [("", found.root)], found.root)

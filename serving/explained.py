@@ -12,15 +12,19 @@ from serving.backends import sends
 from serving.config import Instance
 from serving.core.shape import StepShape
 from serving.cost.bounds import Bounds
+from serving.cost.pipeline import PipelineCost
 from serving.deployment import deploy, instance_model
 from serving.explain import Explanation, explain, parse_rank
+from serving.explain_stages import StagedExplanation, explain_stages
 from serving.routing import own_reach
 
 
 def explain_instance(
     instance: Instance, batches: Sequence[str], bundle_root: Path, allow_extrapolation: bool = False
-) -> tuple[Explanation, str]:
-    """The explanation and a title. batches: one for all ranks, or one per rank with the rest idle.
+) -> tuple[Explanation | StagedExplanation, str]:
+    """The explanation, by stage where the instance has several, and a title.
+
+    batches: one for all ranks, or one per rank with the rest idle.
 
     Raises ConfigError for a batch of another form or more batches than ranks, and what serving.deployment.deploy and
     the tables raise.
@@ -35,7 +39,11 @@ def explain_instance(
         sent = sends(one.all2all_backend)
         reach = own_reach(spec.moe, parallel.ep) if spec.moe and sent == "per_rank" else 1.0
         bounds = Bounds(spec, parallel, hardware, deployed.meta, sent, reach)
-    found = explain(deployed.table_cost, shapes, bounds, deployed.meta, spec)
+    found: Explanation | StagedExplanation
+    if isinstance(deployed.cost, PipelineCost):
+        found = explain_stages(deployed.cost, shapes, bounds, deployed.meta, spec, parallel)
+    else:
+        found = explain(deployed.table_cost, shapes, bounds, deployed.meta, spec)
     tables = one.tables
     title = (
         f"{one.model} on {one.hardware}, {describe(one.parallel)}: {' | '.join(batches)} "

@@ -36,13 +36,15 @@ def command(
 
     Every line has its calls, time and share, its roofline bound, how much of the bound is reached, and where the
     number is from. Times are those of the busiest rank and of what all ranks run together; they add up to the step
-    that a replay would charge.
+    that a replay would charge. A pipeline's tree is by stage, with what is sent between them, and says how long each
+    stage waits with one step in flight and with as many as the engine keeps.
     """
     from profiler.core.errors import ConfigError
     from profiler.core.load import atomic_write
     from profiler.core.paths import default_bundle_root
     from serving.config import load_cluster
     from serving.explain import document, page, tree_text
+    from serving.explain_stages import StagedExplanation, staged_document, staged_page, staged_text
     from serving.explained import explain_instance
 
     cluster = load_cluster(cluster_path)
@@ -52,9 +54,13 @@ def command(
         cluster.instances[instance], batches, bundle_root or default_bundle_root(), allow_extrapolation
     )
     if style == "json":
-        text = json.dumps(document(found), indent=2, allow_nan=False) + "\n"
+        content = staged_document(found) if isinstance(found, StagedExplanation) else document(found)
+        text = json.dumps(content, indent=2, allow_nan=False) + "\n"
+    elif style == "html":
+        text = staged_page(found, title) if isinstance(found, StagedExplanation) else page(found, title)
     else:
-        text = page(found, title) if style == "html" else f"{title}\n\n{tree_text(found)}\n"
+        tree = staged_text(found) if isinstance(found, StagedExplanation) else tree_text(found)
+        text = f"{title}\n\n{tree}\n"
     if output_path is None:
         click.echo(text, nl=False)
         return

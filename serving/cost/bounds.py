@@ -15,7 +15,9 @@ from profiler.sweep import rank_spec
 from serving.backends import Sends
 from serving.collectives import Collectives, Tier
 from serving.core.shape import StepShape
+from serving.cost.build import spread
 from serving.cost.communication import Communication
+from serving.cost.pipeline import stage_sends
 from serving.cost.step import TableCost
 
 # Which cache a kernel reads. Dense prefill of latents is counted in two bytes already.
@@ -93,8 +95,16 @@ class Bounds:
         stored = {one["name"]: one["bytes_per_token_layer"] for one in self.meta["kv"]["caches"]}
         return replace(part.work, activation_bytes=part.work.activation_bytes * stored.get(name, elements) / elements)
 
-    def _collectives(self, tokens: int, group: int, shape: StepShape | None) -> dict[str, float]:
-        """The bytes of each collective at the peak of its link, without any latency."""
+    def stage_sends(self, tokens: int, stage: int) -> dict[str, float]:
+        """Least microseconds of one call of each transfer behind a pipeline stage, for the tokens of a rank."""
+        ideal = self._ideal()
+        if ideal.inter is None and self.parallel.gpus > ideal.gpus_per_node:
+            return {}
+        sent = stage_sends(self.spec, self.parallel, ideal)[stage].lines(tokens)
+        return {entry.component: entry.us / entry.calls for entry in sent}
+
+    def _ideal(self) -> Collectives:
+        """The links at their peaks."""
         links = self.hardware.links
         inter = links.get("inter_node")
         peaks = [
@@ -102,8 +112,13 @@ class Bounds:
             for link in (links["intra_node"], inter)
             if link
         ]
-        ideal = Collectives(peaks[0], peaks[1] if inter else None, self.hardware.gpus_per_node)
-        comm = Communication(self.spec, self.parallel, ideal, self.sends, self.reach)
+        return Collectives(peaks[0], peaks[1] if inter else None, self.hardware.gpus_per_node)
+
+    def _collectives(self, tokens: int, group: int, shape: StepShape | None) -> dict[str, float]:
+        """The bytes of each collective at the peak of its link, without any latency."""
+        ideal = self._ideal()
+        between = spread(ideal, self.parallel)
+        comm = Communication(self.spec, self.parallel, ideal, self.sends, self.reach, between_experts=between)
         lines = comm.tensor_lines(tokens) + comm.expert_lines(group)
         lines += comm.head_lines(shape.sampled_sequences if shape else 0)
         return {entry.component: entry.us / entry.calls for entry in lines}

@@ -147,7 +147,7 @@ def build_cost(
         if sent != "gather" and parallel.ep == 1 and parallel.dp > 1:
             raise ConfigError(f"all2all_backend {all2all_backend} sends tokens to whole experts, and ep 1 divides them")
         reach = _reach(spec, parallel, routing) if sent == "per_rank" else 1.0
-        between = _spread(collectives, parallel)
+        between = spread(collectives, parallel)
         comm = Communication(stage.spec, parallel, collectives, sent, reach, stage.first, stage.last, between)
         for part, lines in zip(parts, (comm.tensor_lines, comm.head_lines, comm.expert_lines), strict=True):
             part.append(lines)
@@ -409,7 +409,7 @@ def _check_contract(bundle: Bundle, spec: ModelSpec, kv: KvLayout | None) -> Non
         )
 
 
-def _spread(collectives: Collectives, parallel: Parallel) -> Collectives | None:
+def spread(collectives: Collectives, parallel: Parallel) -> Collectives | None:
     """Links of a stage's experts, whose ranks lie pp x tp apart from one data-parallel engine to the next: those of an
     engine's stage together, or with divided experts one of each engine."""
     per_node, engine = collectives.gpus_per_node, parallel.pp * parallel.tp

@@ -16,7 +16,8 @@ from profiler.core.types import Parallel
 from serving.core.shape import StepShape
 from serving.cost import TableCost, build_cost
 from serving.cost.bounds import Bounds
-from serving.explain import Explanation, Node, document, explain, page, parse_rank, rows, tree_text
+from serving.cost_tree import Node, rows
+from serving.explain import Explanation, document, explain, page, parse_rank, tree_text
 from serving.explained import ranks_of
 
 SPEC, H200 = load_model(priced.MODEL), load_hardware("H200")

@@ -9,7 +9,6 @@ import pytest
 
 import serving
 from profiler.core.bundle import read_bundle, write_bundle
-from profiler.core.errors import ConfigError
 from profiler.core.hardware import load_hardware
 from profiler.core.registry import load_model
 from profiler.core.shard import stage_layers
@@ -18,7 +17,7 @@ from serving.collectives import from_fitted_link, from_hardware
 from serving.config import EngineSettings, Instance
 from serving.core.shape import StepShape
 from serving.cost import build_cost
-from serving.cost.build import _spread, build_pipeline
+from serving.cost.build import build_pipeline, spread
 from serving.traces import Trace, TraceRequest
 
 SPEC = load_model(priced.MODEL)
@@ -110,19 +109,19 @@ def test_experts_of_a_stage_spread_over_nodes(bundle):
             ),
         )
     ]
-    spread = replace(from_hardware(H200), gpus_per_node=4)
-    assert us[0] == pytest.approx(spread.all_gather_us((SHAPE.tokens + 7) * SPEC.hidden * (1 + 4 / 128), 8), rel=1e-5)
+    apart = replace(from_hardware(H200), gpus_per_node=4)
+    assert us[0] == pytest.approx(apart.all_gather_us((SHAPE.tokens + 7) * SPEC.hidden * (1 + 4 / 128), 8), rel=1e-5)
     assert us[0] > us[1]
 
 
 def test_divided_experts_of_engines_that_fill_a_node_cross_between_nodes():
     """tp 8 x dp 2 are two nodes, and a rank exchanges its tokens with its like in the other one."""
     links = from_hardware(H200)
-    between = _spread(links, Parallel(tp=8, dp=2))
+    between = spread(links, Parallel(tp=8, dp=2))
     assert between is not None and between.gpus_per_node == 1
     assert between.all_gather_us(1e6, 2) > links.all_gather_us(1e6, 2)
-    assert _spread(links, Parallel(tp=4, dp=2)) is None, "one node"
-    assert _spread(links, Parallel(tp=8, dp=2, ep=16)) is None, "all ranks, one node after the other"
+    assert spread(links, Parallel(tp=4, dp=2)) is None, "one node"
+    assert spread(links, Parallel(tp=8, dp=2, ep=16)) is None, "all ranks, one node after the other"
 
 
 def instance(parallel):
@@ -143,10 +142,3 @@ def test_every_combination_finishes(bundles, parallel):
     assert [one.outcome for one in result.records] == ["finished"] * 40
     assert [one.emitted_tokens for one in result.records] == [row.output_tokens for row in rows]
     assert not result.deployments[0].async_scheduling
-
-
-def test_one_step_of_a_pipeline_is_not_explained(bundles):
-    from serving.explained import explain_instance
-
-    with pytest.raises(ConfigError, match="pp 2"):
-        explain_instance(instance(Parallel(pp=2, dp=8, ep=8)), ["1x100"], bundles)
