@@ -13,6 +13,7 @@ from serving.cost import TableCost
 from serving.cost.build import Stage
 from serving.cost.host import TableHost
 from serving.cost.lines import Line, line
+from serving.cost.step import part_of
 
 # VLLM_SHARED_EXPERTS_STREAM_TOKEN_THRESHOLD of vLLM 0.26: steps of more tokens run them one after the other.
 _SHARED_STREAM_TOKENS = 256
@@ -65,8 +66,10 @@ def host_source(engine: EngineSettings, host: TableHost | None) -> str:
     return "host file" if engine.host else "hardware file"
 
 
-def behind_of(priced: Callable[..., Any], spec: ModelSpec, host: TableHost) -> Behind:
-    """What the device runs behind late launches. priced: the cost of a stage of the model, as of `build_cost`."""
+def behind_of(priced: Callable[..., Any], spec: ModelSpec, host: TableHost, whole: Any) -> Behind:
+    """What the device runs behind late launches. priced: the cost of a stage of the model, as of `build_cost`; whole:
+    that of the step."""
+    assert isinstance(whole, TableCost)
 
     def last_layers(count: int) -> TableCost:
         cost = priced(stage=Stage(replace(spec, layers=spec.layers[spec.num_layers - count :]), False, True))
@@ -77,7 +80,7 @@ def behind_of(priced: Callable[..., Any], spec: ModelSpec, host: TableHost) -> B
     head = last_layers(0)
     if host.experts_last:
         head = replace(head, by_group_tokens=last_layers(1).by_group_tokens)
-    return Behind(last_layers(spec.num_layers - first) if first else None, head)
+    return Behind(part_of(whole, last_layers(spec.num_layers - first)) if first else None, head)
 
 
 def inputs_ns(cost: Any) -> int:

@@ -64,10 +64,16 @@ class Skew:
         mean = grid.at(requests, keys)
         if longest <= keys or not (alpha := self.decode(requests)):
             return mean
-        if not self.longest_at:
+        few = self.beside(requests)
+        if few is None:
             return mean + alpha * (grid.at(requests, longest) - mean)
-        few = self.longest_at[max(0, bisect_right(self.longest_at, requests) - 1)]
-        return mean + alpha * max(0.0, grid.at(min(few, requests), longest) - mean)
+        return mean + alpha * max(0.0, grid.at(few, longest) - mean)
+
+    def beside(self, requests: int) -> int | None:
+        """Requests of the batch in which the longest one of so many is looked up; None for the form mean_max."""
+        if not self.longest_at:
+            return None
+        return min(self.longest_at[max(0, bisect_right(self.longest_at, requests) - 1)], requests)
 
 
 def _held(xs: Sequence[float], ys: Sequence[float], x: float) -> float:

@@ -10,6 +10,7 @@ counter per residue of the base modulo the block length).
 from heapq import heappop, heappush
 
 from serving.core.request import Request
+from serving.core.shape import StepShape
 
 
 class DecodeSet:
@@ -67,9 +68,10 @@ class DecodeSet:
                 del self._tracked[residue]
         if not self.count:
             self._longest.clear()
+            self._crossings.clear()
 
     def cross(self, step: int) -> None:
-        """Bring the short requests up to date for `step`; call it in every step."""
+        """Bring the short requests up to date for `step`; call it in every step with a request."""
         if self._crossings:
             for entry, request in self._crossings.pop(step, ()):
                 if request.entry == entry and request.decoding:
@@ -88,6 +90,17 @@ class DecodeSet:
     @property
     def tracks(self) -> bool:
         return bool(self._tracked)
+
+    def shape(self, step: int) -> StepShape | None:
+        """The batch of `step` when these requests alone run in it."""
+        count = self.count
+        if not count:
+            return None
+        total = self._base_sum + count * (step + 1)
+        capped, cap = total, self.cap_tokens
+        if cap is not None:
+            capped = self._short_base_sum + self._short * (step + 1) + (count - self._short) * cap
+        return StepShape((), count, total, self.kv_max_tokens(step), capped, count)
 
     def kv_sum_tokens(self, step: int) -> int:
         """Keys visible to the tokens of `step`, the tokens themselves included."""

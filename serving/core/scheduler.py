@@ -112,6 +112,10 @@ class Scheduler:
         """
         decodes, limits = self.decodes, self.limits
         self.blocks.begin(now_ns)
+        if not self.running and not self.waiting and not self._resumed:
+            self.preempted = False
+            self.repeated_tokens = 0
+            return None
         self._loaded = 0
         for request in self._ending.get(step - 1, ()):
             if request.decoding and request.last_step == step - 1:
@@ -120,6 +124,14 @@ class Scheduler:
 
         left = limits.max_num_batched_tokens - decodes.count
         opening = decodes.opening(step)
+        alone = not (self._prefills or self.waiting or self._resumed or decodes.tracks)
+        if alone and left >= 0 and opening <= self.blocks.free_blocks:
+            # Nothing but decodes, the usual step of most ranks of a group.
+            if opening:
+                self.blocks.take(opening)
+            self.preempted = False
+            self.repeated_tokens = decodes.count
+            return decodes.shape(step)
         chunks: Sequence[tuple[Request, int]] | None = ()
         needed = opening
         if self._prefills:

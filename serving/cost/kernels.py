@@ -1,7 +1,7 @@
 """Attention-like kernels: their price for the requests of one rank's batch."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from profiler.core.grid import Grid
@@ -42,6 +42,7 @@ class Kernel:
     beside: Beside | None = None
     launch: JointLaunch | None = None
     captured: Captured | None = None
+    _skewed: dict[int, tuple[float, int | None]] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def us(self, shape: StepShape, prefills: Sequence[Prefill]) -> float:
         """Microseconds of one call. `prefills` are the requests whose prefill rows this kernel runs."""
@@ -77,6 +78,28 @@ class Kernel:
         rest.remove(first)
         return self._mixed(first, decodes, keys, longest) + self._beyond_fixed(rest)
 
+    def decodes_us(self, requests: int, keys_sum: int, longest: int, capped_sum: int) -> float:
+        """What `us` says of a batch of decodes alone, in one function for the many ranks of a group."""
+        grid, cap, skew = self.decode, self.cap_tokens, self.skew
+        if grid is None or not requests:
+            return 0.0
+        keys = (capped_sum if cap else keys_sum) / requests
+        most: float = min(longest, cap) if cap else longest
+        if self.captured is not None:
+            keys, most = (self.captured.keys_of(grid, requests, one) for one in (keys, most))
+        mean = grid.at(requests, keys)
+        if skew is None or most <= keys:
+            return mean
+        known = self._skewed.get(requests)
+        if known is None:
+            known = self._skewed[requests] = skew.decode(requests), skew.beside(requests)
+        alpha, few = known
+        if not alpha:
+            return mean
+        if few is None:
+            return mean + alpha * (grid.at(requests, most) - mean)
+        return mean + alpha * max(0.0, grid.at(few, most) - mean)
+
     def _beside(self, beside: Beside, shape: StepShape, prefills: Sequence[Prefill]) -> float:
         cap = self.cap_tokens
         single = [min(context + 1, cap) if cap else context + 1 for chunk, context in prefills if chunk == 1]
@@ -100,7 +123,7 @@ class Kernel:
 
     def _decode(self, requests: int, keys: float, longest: float) -> float:
         assert self.decode is not None
-        if self.skew is None:
+        if self.skew is None or longest <= keys:
             return self.decode.at(requests, keys)
         return self.skew.decode_us(self.decode, requests, keys, longest)
 

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from profiler.core.grid import Outside
 from profiler.core.launch import Prefill
@@ -10,6 +10,7 @@ from serving.core.shape import StepShape
 from serving.cost.graphs import padding
 from serving.cost.kernels import Kernel, PrefillWhen
 from serving.cost.lines import Line, line, nanoseconds
+from serving.cost.ranks import RankKernels, StepKernels
 from serving.cost.tokens import Folded
 
 
@@ -42,7 +43,7 @@ class TableCost:
     price one rank, by_group_tokens the tokens of all ranks (padded as they are computed), by_sparse_tokens the tokens
     of a rank that do not take dense prefill. dense_prefill: None where the engine has no such kernel, or the model no
     indexer. dummy_tokens: of the batch of a rank without work. prefills_in_graphs: CUDA graphs take steps with prefills
-    too; else those run unpadded.
+    too; else those run unpadded. is_part: of a model whose cost looks the kernels of a step up (`part_of`).
     """
 
     by_tokens: Folded
@@ -60,6 +61,9 @@ class TableCost:
     dummy_tokens: int = 1
     prefills_in_graphs: bool = True
     padded: tuple[int, ...] = ()
+    is_part: bool = False
+    step_kernels: StepKernels = field(default_factory=StepKernels, init=False, compare=False, repr=False)
+    _lone: dict[tuple[int, int, int], int] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "padded", padding(self.capture_sizes))
@@ -78,15 +82,18 @@ class TableCost:
             device_ns = self._rank_ns(shape, count) + self.by_group_tokens.ns(count)
         else:
             tokens = self._tokens(shapes)
-            slowest = max(map(self._rank_ns, shapes, tokens))
-            device_ns = slowest + self.by_group_tokens.ns(sum(tokens))
+            device_ns = self._slowest_ns(shapes, tokens) + self.by_group_tokens.ns(sum(tokens))
         if self.step_us:
             device_ns += round(self.step_us * 1e3)
         return device_ns + self._host_ns(device_ns) if self.host_us else device_ns
 
     def _tokens(self, shapes: Sequence[StepShape | None]) -> list[int]:
         """Tokens per rank that the step computes, padded to CUDA graphs; see serving.cost.graphs."""
-        tokens = [shape.tokens if shape else self.dummy_tokens for shape in shapes]
+        dummy = self.dummy_tokens
+        tokens = [
+            (shape.tokens if shape.prefills else shape.decode_requests * shape.decode_query_tokens) if shape else dummy
+            for shape in shapes
+        ]
         largest = max(tokens)
         if not self.prefills_in_graphs and any(shape and shape.prefills for shape in shapes):
             return tokens
@@ -152,6 +159,62 @@ class TableCost:
             total += round(kernel.count * kernel.us(shape, rows) * 1e3)
         return total
 
+    def _slowest_ns(self, shapes: Sequence[StepShape | None], tokens: Sequence[int]) -> int:
+        """The largest of `ranks_ns`: kernels are looked up once in a step, those of a lone decode once in a run, and
+        what depends on the tokens alone once for ranks of as many."""
+        by_tokens, by_sparse, by_sequences = self.by_tokens, self.by_sparse_tokens, self.by_sequences
+        known = self.step_kernels.of(shapes, anew=not self.is_part)
+        slowest = same_ns = 0
+        same = -1
+        for rank, shape in enumerate(shapes):
+            count = tokens[rank]
+            if shape is not None and shape.prefills:
+                dense_tokens, kernels_ns = self._kernels_ns(known, rank, shape)
+                total = by_tokens.ns(count) + by_sparse.ns(count - dense_tokens) + kernels_ns
+                total += by_sequences.ns(shape.sampled_sequences)
+            else:
+                if count != same:
+                    same_ns = by_tokens.ns(count) + by_sparse.ns(count)
+                    # Beyond the tables every rank's lookups count.
+                    same = count if by_tokens.keeps(count) and by_sparse.keeps(count) else -1
+                total = same_ns
+                if shape is not None:
+                    lone = shape.decode_requests == 1
+                    total += self._lone_ns(shape) if lone else self._kernels_ns(known, rank, shape)[1]
+                    total += by_sequences.ns(shape.sampled_sequences)
+            if total > slowest:
+                slowest = total
+        return slowest
+
+    def _kernels_ns(self, known: list[RankKernels | None], rank: int, shape: StepShape) -> tuple[int, int]:
+        """(tokens that take dense prefill, nanoseconds of the kernels) of one rank."""
+        found = known[rank]
+        if found is None:
+            found = known[rank] = self._rank_kernels(shape)
+        total = 0
+        for kernel, us in zip(self.kernels, found.us, strict=True):
+            if us:
+                total += round(kernel.count * us * 1e3)
+        return found.dense_tokens, total
+
+    def _lone_ns(self, shape: StepShape) -> int:
+        """The kernels of one decode and nothing else: lengths come again and again with few requests per rank."""
+        key = shape.decode_kv_sum_tokens, shape.decode_kv_max_tokens, shape.decode_kv_capped_sum_tokens
+        known = self._lone.get(key)
+        if known is None:
+            known = sum(round(kernel.count * kernel.us(shape, ()) * 1e3) for kernel in self.kernels)
+            if not any(one.allow_extrapolation for one in self.outside):
+                self._lone[key] = known
+        return known
+
+    def _rank_kernels(self, shape: StepShape) -> RankKernels:
+        if not shape.prefills:
+            _, *batch = shape[:5]
+            return RankKernels(0, [kernel.decodes_us(*batch) for kernel in self.kernels])
+        dense = self._dense(shape)
+        us = {kernel.name: kernel.us(shape, rows) for kernel, rows in self._rows(shape, dense)}
+        return RankKernels(sum(chunk for chunk, _ in dense), [us.get(kernel.name, 0.0) for kernel in self.kernels])
+
     def _dense(self, shape: StepShape) -> list[Prefill]:
         return self.dense_prefill.rows(shape.prefills) if self.dense_prefill else []
 
@@ -169,6 +232,15 @@ class TableCost:
         }
         rows = [(kernel, takes[kernel.prefill_when]) for kernel in self.kernels]
         return [(kernel, prefills) for kernel, prefills in rows if prefills or shape.decode_requests]
+
+
+def part_of(whole: TableCost, part: TableCost) -> TableCost:
+    """`part`, the cost of some layers of the model of `whole` on the same tables, sharing the kernels of each step."""
+    calls = {kernel.name: kernel.count for kernel in part.kernels}
+    kernels = tuple(replace(one, count=calls.get(one.name, 0)) for one in whole.kernels)
+    shared = replace(part, kernels=kernels, is_part=True)
+    object.__setattr__(shared, "step_kernels", whole.step_kernels)
+    return shared
 
 
 def step_us(lines: Sequence[Line]) -> float:

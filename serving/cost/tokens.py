@@ -17,6 +17,10 @@ class Folded:
         self._outside = [one for one in outside if one.allow_extrapolation]
         self._known: dict[int, int] = {}
 
+    def keeps(self, count: int) -> bool:
+        """Whether the sum is known, so that asking again changes nothing."""
+        return count in self._known
+
     def ns(self, count: int) -> int:
         known = self._known.get(count)
         if known is not None:
