@@ -34,6 +34,9 @@ CLUSTER = {
         }
     ]
 }  # fmt: skip
+# Requests per second and rank; ranks, with the seconds for which requests arrive.
+LOADS = {"idle": 1 / 32, "loaded": 1 / 2}
+RANKS = {2: 3600, 8: 3600, 64: 900}
 CASES = {
     "recorded": "the recorded 300-request Llama-3.1-8B run, as the command line runs it",
     "one": "10,000 requests at 8 per second on one engine, more than it can serve",
@@ -42,7 +45,14 @@ CASES = {
     "group": "10,000 requests at 64 per second on 8 data-parallel ranks in lockstep, experts over all",
     "eight": "100,000 requests at 64 per second on 8 engines",
     "million": "1,000,000 requests at 64 per second on 8 engines",
+    **{
+        f"{load}-{ranks}": f"{seconds} s of {rate * ranks:g} requests per second on {ranks} ranks in lockstep, {load}"
+        for load, rate in LOADS.items()
+        for ranks, seconds in RANKS.items()
+    },
+    "day": "a day of 2 requests per second on 64 ranks in lockstep, 172,800 in all, as `trace generate` writes them",
 }
+LONG = ("million", "day")
 
 
 def load(count: int, rate: float, seed: int = 0):
@@ -70,6 +80,19 @@ def cluster_file(folder: Path, **changes) -> Path:
     return path
 
 
+def generated(folder: Path, count: int, rate: float) -> Path:
+    """A trace of the same lengths as `load`'s, of the command line's own making."""
+    path = folder / "trace.jsonl"
+    words = f"trace generate {path} --requests {count} --rate {rate} --seed 0 --prompt lognormal:744:1.0:1:16384"
+    command = [sys.executable, "-m", "serving", *words.split(), "--output-tokens", "lognormal:188:0.8:1:2048"]
+    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    return path
+
+
+def lockstep(folder: Path, ranks: int) -> Path:
+    return cluster_file(folder, parallel={"tp": 1, "dp": ranks, "ep": ranks})
+
+
 def measure(case: str, folder: Path) -> dict[str, float]:
     from serving.api import replay
     from serving.metrics import summary
@@ -86,17 +109,25 @@ def measure(case: str, folder: Path) -> dict[str, float]:
     elif case == "light":
         cluster, trace = cluster_file(folder), load(10_000, 2)
     elif case == "group":
-        cluster, trace = cluster_file(folder, parallel={"tp": 1, "dp": 8, "ep": 8}), load(10_000, 64)
+        cluster, trace = lockstep(folder, 8), load(10_000, 64)
+    elif case == "day":
+        cluster, trace = lockstep(folder, 64), generated(folder, 2 * 86_400, 2)
+    elif case.startswith(("idle-", "loaded-")):
+        name, _, number = case.partition("-")
+        ranks, rate = int(number), LOADS[name] * int(number)
+        cluster, trace = lockstep(folder, ranks), generated(folder, round(rate * RANKS[ranks]), rate)
     else:
         cluster, trace = cluster_file(folder, replicas=8), load(100_000 if case == "eight" else 1_000_000, 64)
     before = time.perf_counter()
     result = replay(cluster, trace, **options)
     seconds = time.perf_counter() - before
     figures = summary(result)
+    ranks = sum(one.parallel.dp for one in result.deployments if one.lockstep) or 1
     return {
         "replay_s": seconds,
         "steps": result.steps,
         "steps_per_s": result.steps / seconds,
+        "us_per_rank_step": 1e6 * seconds / result.steps / ranks,
         "requests_per_s": len(result.records) / seconds,
         "preemptions": figures["preemptions"],
         "simulated_s": figures["makespan_ns"] / 1e9,
@@ -118,7 +149,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             print(json.dumps(measure(arguments.inside, Path(folder))))
         return
-    for case in arguments.cases or [case for case in CASES if case != "million"]:
+    for case in arguments.cases or [case for case in CASES if case not in LONG]:
         if case == "recorded" and not SHARED.is_dir():
             print(f"{case:10} skipped: {SHARED} is not here")
             continue
@@ -130,7 +161,8 @@ def main() -> None:
         got = json.loads(done.stdout)
         print(
             f"{case:10} replay {got['replay_s']:7.2f} s, process {wall:7.2f} s | {got['steps']:>9,.0f} steps "
-            f"({got['steps_per_s']:,.0f}/s), {got['requests_per_s']:,.0f} requests/s, {got['finished']:,} finished, "
+            f"({got['steps_per_s']:,.0f}/s, {got['us_per_rank_step']:.1f} us per rank), "
+            f"{got['requests_per_s']:,.0f} requests/s, {got['finished']:,} finished, "
             f"{got['preemptions']:,} preemptions, {got['simulated_s']:,.0f} s simulated, {got['peak_mib']:,.0f} MiB "
             f"| {CASES[case]}",
             flush=True,
