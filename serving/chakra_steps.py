@@ -11,15 +11,15 @@ from profiler.core.types import Parallel
 from serving.api import replay
 from serving.backends import sends
 from serving.chakra import Exported, export
+from serving.chakra_operations import Step
 from serving.collectives import Collectives, from_fitted_link, from_hardware
 from serving.config import Cluster, Instance
-from serving.core.shape import StepCost, StepShape
+from serving.core.shape import StepCost
 from serving.cost.communication import Communication
+from serving.cost.pipeline import PipelineCost
 from serving.deployment import Deployed, deploy, instance_model
 from serving.explained import rank_of, ranks_of
 from serving.routing import own_reach
-
-Step = Sequence[StepShape | None]
 
 
 class _Enough(Exception):
@@ -78,7 +78,8 @@ def export_steps(instance: Instance, steps: Sequence[Step], prefix: Path, bundle
     sent = sends(instance.engine.all2all_backend)
     reach = own_reach(spec.moe, parallel.ep) if spec.moe and sent == "per_rank" else 1.0
     comm = Communication(spec, parallel, _links(instance), sent, reach)
-    return export(prefix, deployed.table_cost, spec, parallel, deployed.meta, comm, steps)
+    cost = deployed.cost if isinstance(deployed.cost, PipelineCost) else deployed.table_cost
+    return export(prefix, cost, spec, parallel, deployed.meta, comm, steps)
 
 
 def _group(instance: Instance) -> Parallel:

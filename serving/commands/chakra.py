@@ -41,5 +41,7 @@ def command(
     (instance,) = cluster.instances
     found = window(cluster, trace_path, root, first_step, steps) if trace_path else single(instance, batches)
     done = export_steps(instance, found, prefix, root)
-    click.echo(f"{len(done.files)} traces of {len(found)} steps, {done.nodes[0]:,} nodes each, read back and checked:")
+    least, most = min(done.nodes), max(done.nodes)
+    nodes = f"{most:,} nodes each" if least == most else f"{least:,} to {most:,} nodes"
+    click.echo(f"{len(done.files)} traces of {len(found)} steps, {nodes}, read back and checked:")
     click.echo(f"  {done.files[0]} to {done.files[-1].name}, {done.groups.name}")

@@ -18,7 +18,7 @@ from serving.cost.lines import Line, line
 from serving.cost.step import TableCost
 from serving.cost.tokens import Folded
 
-_TENSORS = 2
+TENSORS = 2  # the hidden states and the residual
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +78,9 @@ def _send_lines(spec: ModelSpec, tp: int, collectives: Collectives, between_node
     def lines(tokens: int) -> list[Line]:
         tensor_bytes = tokens * spec.hidden * ACTIVATION_BYTES
         price = collectives.send(tensor_bytes / tp, between_nodes=between_nodes)
-        sent = line("send to next stage", _TENSORS, *price)
+        sent = line("send to next stage", TENSORS, *price)
         if tp == 1:
             return [sent]
-        return [sent, line("all_gather next stage", _TENSORS, *collectives.price("all_gather", tensor_bytes, tp))]
+        return [sent, line("all_gather next stage", TENSORS, *collectives.price("all_gather", tensor_bytes, tp))]
 
     return lines
