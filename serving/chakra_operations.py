@@ -70,7 +70,7 @@ def operations(
 ) -> list[Operation]:
     """Operations of one data-parallel rank in a step, in order. meta: of the bundle that prices it."""
     tokens, shape = cost.computed_tokens(shapes), shapes[rank]
-    lines = [*cost.rank_lines(shape, tokens[rank]), *cost.by_group_tokens.lines(sum(tokens))]
+    lines = [*cost.rank_lines(shape, tokens[rank]), *cost.group_lines(shapes, tokens)]
     each = {entry.component: entry.us / entry.calls for entry in lines if entry.calls}
     calls = [
         *comm.tensor_calls(tokens[rank]),

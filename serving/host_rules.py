@@ -79,7 +79,8 @@ def behind_of(priced: Callable[..., Any], spec: ModelSpec, host: TableHost, whol
     first = _first_layers(spec)
     head = last_layers(0)
     if host.experts_last:
-        head = replace(head, by_group_tokens=last_layers(1).by_group_tokens)
+        last = last_layers(1)
+        head = replace(head, by_group_tokens=last.by_group_tokens, padded_experts=last.padded_experts)
     return Behind(part_of(whole, last_layers(spec.num_layers - first)) if first else None, head)
 
 

@@ -29,6 +29,7 @@ from serving.cost.communication import Communication, group_lines
 from serving.cost.experts import Experts, expert_lines
 from serving.cost.kernels import Kernel, PrefillWhen
 from serving.cost.lines import Line
+from serving.cost.padded import PaddedExperts, own_rows
 from serving.cost.pipeline import PipelineCost, stage_sends
 from serving.cost.step import DensePrefill, TableCost
 from serving.cost.tokens import Folded, curve_lines
@@ -139,7 +140,10 @@ def build_cost(
     sequences = build.curves("per_sequence", counts)
     experts = build.experts(counts, routing.busiest if routing and parallel.ep > 1 else None)
     kernels = build.kernels(counts)
-    parts = [curve_lines(dense, provenance)], [curve_lines(sequences, provenance)], [expert_lines(experts)]
+    rows = own_rows(spec, parallel, str(bundle.meta["engine"].get("name")))
+    padded_experts = None if rows is None else PaddedExperts(Folded(expert_lines(experts), build.outside), rows)
+    group = [expert_lines(experts)] if padded_experts is None else []
+    parts = [curve_lines(dense, provenance)], [curve_lines(sequences, provenance)], group
     if more_by_tokens is not None:
         parts[0].append(more_by_tokens)
     if collectives is not None:
@@ -167,6 +171,7 @@ def build_cost(
         step_source=step_source,
         outside=tuple(build.outside),
         dummy_tokens=dummy_tokens,
+        padded_experts=padded_experts,
     )
     if not allow_extrapolation:
         cost.by_tokens.ns(max_num_batched_tokens)

@@ -10,6 +10,7 @@ from serving.core.shape import StepShape
 from serving.cost.graphs import padding
 from serving.cost.kernels import Kernel, PrefillWhen
 from serving.cost.lines import Line, line, nanoseconds
+from serving.cost.padded import PaddedExperts
 from serving.cost.ranks import RankKernels, StepKernels
 from serving.cost.tokens import Folded
 
@@ -44,6 +45,7 @@ class TableCost:
     of a rank that do not take dense prefill. dense_prefill: None where the engine has no such kernel, or the model no
     indexer. dummy_tokens: of the batch of a rank without work. prefills_in_graphs: CUDA graphs take steps with prefills
     too; else those run unpadded. is_part: of a model whose cost looks the kernels of a step up (`part_of`).
+    padded_experts: the experts, where they are not priced as all else of by_group_tokens is.
     """
 
     by_tokens: Folded
@@ -61,6 +63,7 @@ class TableCost:
     dummy_tokens: int = 1
     prefills_in_graphs: bool = True
     padded: tuple[int, ...] = ()
+    padded_experts: PaddedExperts | None = None
     is_part: bool = False
     step_kernels: StepKernels = field(default_factory=StepKernels, init=False, compare=False, repr=False)
     _lone: dict[tuple[int, int, int], int] = field(default_factory=dict, init=False, compare=False, repr=False)
@@ -76,13 +79,17 @@ class TableCost:
     def step_ns(self, shapes: Sequence[StepShape | None]) -> int:
         """Nanoseconds of one step; None marks a rank that runs a dummy batch."""
         if len(shapes) == 1 and (shape := shapes[0]) is not None:
-            count = shape.tokens if shape.prefills else shape.decode_requests * shape.decode_query_tokens
+            tokens = count = shape.tokens if shape.prefills else shape.decode_requests * shape.decode_query_tokens
             if count < len(self.padded) and (self.prefills_in_graphs or not shape.prefills):
                 count = self.padded[count]
             device_ns = self._rank_ns(shape, count) + self.by_group_tokens.ns(count)
+            if self.padded_experts is not None:
+                device_ns += self.padded_experts.ns(count if shape.prefills else tokens, count)
         else:
-            tokens = self._tokens(shapes)
-            device_ns = self._slowest_ns(shapes, tokens) + self.by_group_tokens.ns(sum(tokens))
+            computed = self._tokens(shapes)
+            device_ns = self._slowest_ns(shapes, computed) + self.by_group_tokens.ns(sum(computed))
+            if self.padded_experts is not None:
+                device_ns += self.padded_experts.ns(self._routed(shapes, computed), sum(computed))
         if self.step_us:
             device_ns += round(self.step_us * 1e3)
         return device_ns + self._host_ns(device_ns) if self.host_us else device_ns
@@ -123,13 +130,26 @@ class TableCost:
         ranks = list(zip(shapes, tokens, strict=True))
         shape, count = max(ranks, key=lambda rank: self._rank_ns(*rank))
         lines = self.rank_lines(shape, count)
-        lines += self.by_group_tokens.lines(sum(tokens))
+        lines += self.group_lines(shapes, tokens)
         if self.step_us:
             lines.append(line("step overhead", 1, self.step_us, self.step_source))
         host_ns = self._host_ns(sum(map(nanoseconds, lines)))
         if host_ns:
             lines.append(line("host", 1, host_ns / 1e3, "stated"))
         return [entry for entry in lines if entry.us]
+
+    def group_lines(self, shapes: Sequence[StepShape | None], computed: Sequence[int]) -> list[Line]:
+        """What all ranks run together. computed: as of computed_tokens."""
+        lines = list(self.by_group_tokens.lines(sum(computed)))
+        if self.padded_experts is not None:
+            lines += self.padded_experts.lines(self._routed(shapes, computed), sum(computed))
+        return lines
+
+    def _routed(self, shapes: Sequence[StepShape | None], computed: Sequence[int]) -> int:
+        """Tokens of all ranks that pick experts of their own."""
+        if any(shape and shape.prefills for shape in shapes):
+            return sum(computed)
+        return sum(shape.tokens if shape else self.dummy_tokens for shape in shapes)
 
     def rank_lines(self, shape: StepShape | None, tokens: int) -> list[Line]:
         """What one rank runs by itself, for `tokens` computed tokens."""
