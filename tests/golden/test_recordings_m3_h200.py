@@ -1,0 +1,66 @@
+"""Replays against recordings of MiniMax-M3 on one H200, with the host's times of each (see docs/validation.md).
+
+Decode steps of more than 16 requests are short of the recordings, since the shipped tables of its experts are of uneven
+loads; bounds say what was reached.
+"""
+
+from pathlib import Path
+from statistics import median
+
+import pytest
+from recorded_runs import of
+
+from serving.recording.validate import Validation
+
+RECORDED = Path(__file__).resolve().parents[1] / "recorded" / "H200" / "MiniMax-M3-8L"
+# Bounds in per cent: mean TTFT, mean TPOT, median error of a step's device time, and of all their times summed.
+BOUNDS = {
+    "graphs-chat": (13.0, 14.5, 6.0, 8.0),
+    "graphs-mixed": (9.5, 11.5, 3.0, 5.0),
+    "graphs-saturated": (10.5, 8.5, 7.0, 8.0),
+    "graphs-prefixes": (10.5, 10.5, 4.0, 5.5),
+    "graphs-long": (9.0, 9.0, 3.0, 5.5),
+    "graphs-heldout": (10.0, 10.5, 4.0, 5.5),
+    "single-stream-mixed": (10.5, 12.0, 3.0, 5.5),
+    "piecewise-chat": (3.0, 8.5, 6.0, 4.5),
+    "piecewise-mixed": (8.0, 10.0, 3.0, 5.0),
+    # Launched kernel by kernel, or with the host between any two steps: as noisy as the host.
+    "eager-chat": (3.0, 4.0, 8.0, 3.5),
+    "eager-mixed": (7.0, 4.5, 7.0, 2.0),
+    "sync-mixed": (7.5, 9.0, 4.0, 3.5),
+}
+
+
+@pytest.fixture(scope="module")
+def validated() -> dict[str, Validation]:
+    return {}
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+def test_errors_stay_as_small_as_they_are(name: str, validated: dict[str, Validation]) -> None:
+    found = of(RECORDED / name, validated)
+    off = {(one.metric, one.statistic): abs(one.difference_percent) for one in found.comparison.figures}
+    ttft, tpot, middle, total = BOUNDS[name]
+    assert off["ttft", "mean"] <= ttft and off["tpot", "mean"] <= tpot
+    assert found.device["all"].median <= middle and abs(found.device["all"].total) <= total
+    assert found.extrapolated_lookups == 0
+    blocks = found.blocks
+    assert blocks is not None and blocks.given == blocks.recorded
+    assert abs(blocks.predicted_percent) <= 2.0
+
+
+def test_decode_steps_of_few_requests_follow_the_padding(validated: dict[str, Validation]) -> None:
+    """From 3 to 16 requests, whose steps take 3.9 to 8.4 ms, most of them padded."""
+    errors: dict[int, list[float]] = {}
+    for name in BOUNDS:
+        if name.startswith("graphs"):
+            for step in of(RECORDED / name, validated).steps:
+                if step.kind in ("decode", "padded decode") and step.device_us and 3 <= step.tokens <= 16:
+                    errors.setdefault(step.tokens, []).append(100 * (step.device_us[1] / step.device_us[0] - 1))
+    assert len(errors) == 14
+    assert all(abs(median(found)) <= 3.5 for found in errors.values())
+
+
+def test_a_full_cache_preempts_as_often(validated: dict[str, Validation]) -> None:
+    simulated, recorded = of(RECORDED / "graphs-saturated", validated).preemptions
+    assert recorded == 25 and abs(simulated - recorded) <= 4
