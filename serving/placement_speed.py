@@ -13,6 +13,7 @@ from profiler.core.types import ModelSpec
 from serving.capacity import default_batched_tokens, default_num_seqs
 from serving.core.shape import StepShape
 from serving.cost import TableCost, build_cost, default_capture_sizes
+from serving.cost.build import priced_from
 from serving.degree_tables import read_degrees
 from serving.placement import Placement
 
@@ -107,7 +108,7 @@ def _speed(
         decode_tokens_per_s=per_rank * dp / step_s,
         prefill_tokens_per_s=rate,
         prefill_budget_tokens=_priced_budget(cost, tokens, keys, ranks) if rate is None else None,
-        tables=f"{bundle.path.relative_to(root).as_posix()}, {bundle.meta['provenance']}",
+        tables=f"{bundle.path.relative_to(root).as_posix()}, {priced_from(bundle, one.parallel)}",
     )
 
 
