@@ -109,7 +109,10 @@ def _flame(node: Node, width: float) -> str:
         f"{node.name}: {node.us:,.1f} us{bound}{', ' + node.provenance if node.provenance else ''}", quote=True
     )
     fill = _FILLS.get(node.provenance, _TABLE_FILL)
-    inner = "".join(_flame(child, 100.0 * child.us / node.us) for child in node.children) if node.us else ""
+    # What hides others takes time off and has no width; the table has it.
+    drawn = [child for child in node.children if child.us > 0]
+    whole = max(node.us, sum(child.us for child in drawn))
+    inner = "".join(_flame(child, 100.0 * child.us / whole) for child in drawn) if whole else ""
     return (
         f'<div class="n" style="width:{width:.4f}%"><div class="l" title="{text}" style="background:{fill}">'
         f"{escape(node.name)}</div>" + (f'<div class="c">{inner}</div>' if inner else "") + "</div>"
