@@ -40,6 +40,7 @@ def table_host_of(
         launch_first_layers=_launch_layers(spec, host, _first_layers(spec)),
         launch_layers=_launch_layers(spec, host, spec.num_layers),
         experts_last=spec.layers[-1].mlp == "moe",
+        experts_first=spec.layers[_first_layers(spec)].mlp == "moe",
         largest_graph_tokens=largest_graph_tokens,
         compiled=not engine.eager and engine.graph_mode != "FULL_DECODE_ONLY",
         asynchronous=asynchronous,
@@ -81,7 +82,12 @@ def behind_of(priced: Callable[..., Any], spec: ModelSpec, host: TableHost, whol
     if host.experts_last:
         last = last_layers(1)
         head = replace(head, by_group_tokens=last.by_group_tokens, padded_experts=last.padded_experts)
-    return Behind(part_of(whole, last_layers(spec.num_layers - first)) if first else None, head)
+    others, experts = last_layers(spec.num_layers - first), None
+    if host.experts_first:
+        rest = last_layers(spec.num_layers - first - 1)
+        rest = replace(rest, by_group_tokens=others.by_group_tokens, padded_experts=others.padded_experts)
+        experts = part_of(whole, rest)
+    return Behind(part_of(whole, others) if first else None, head, experts)
 
 
 def inputs_ns(cost: Any) -> int:

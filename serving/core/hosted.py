@@ -12,8 +12,9 @@ launch of such a step comes behind the end of the one before, and so do the toke
 Kernels that are launched one by one end no earlier than from their launch on: the device has idled among layers that it
 runs faster than they are launched, so it ends no earlier than the last layer's experts and the head need behind the
 launch of what comes before, and, where a stack begins with layers of another kind (dense ones before experts), than the
-others need behind the launch of these. The same holds for graphs of parts of layers with launched attention between
-them. A step ends, and its tokens are known, when the thread has updated the scheduler.
+others need behind the launch of these; nor than all from the first experts on need behind the launch of those. The same
+holds for graphs of parts of layers with launched attention between them. A step ends, and its tokens are known, when
+the thread has updated the scheduler.
 """
 
 from collections import deque
@@ -29,6 +30,7 @@ class HostTimes(NamedTuple):
     """Nanoseconds of the host's thread for one step: before its first launch, launching, and once its tokens are there
     until they are known; then making the outputs. first_ns: of launching, the layers ahead of those of another kind,
     layers_ns: all layers, up to the experts of the last one where it has some; both 0 where they are one graph.
+    experts_ns: all up to the first experts, 0 where those are not launched by themselves.
     behind_ns: the first launch comes no sooner than this after the device has ended the step before; None where
     preparing does not wait for that."""
 
@@ -39,6 +41,7 @@ class HostTimes(NamedTuple):
     first_ns: int = 0
     layers_ns: int = 0
     behind_ns: int | None = None
+    experts_ns: int = 0
 
     def begin_ns(self, thread_ns: int, device_ns: int) -> int:
         """The first launch, of a thread that is free at `thread_ns` and a device that is at `device_ns`."""
@@ -47,20 +50,23 @@ class HostTimes(NamedTuple):
 
 
 class Behind(NamedTuple):
-    """Costs of what the device runs behind the launches of HostTimes.first_ns and of layers_ns, up to the end.
+    """Costs of what the device runs behind the launches of HostTimes.first_ns, layers_ns and experts_ns, up to the end.
 
     first: the other layers and the head, None where all layers are of one kind. layers: the last layer's experts, if it
-    has some, and the head.
+    has some, and the head. experts: all from the first experts on, None without any.
     """
 
     first: StepCost | None
     layers: StepCost
+    experts: StepCost | None = None
 
     def end_ns(self, begin_ns: int, times: HostTimes, shapes: Sequence[StepShape | None]) -> int:
         """Before this the device does not end a step whose launches begin at `begin_ns`."""
         if not times.layers_ns:
             return begin_ns
         end_ns = begin_ns + times.layers_ns + self.layers.step_ns(shapes)
+        if self.experts is not None and times.experts_ns:
+            end_ns = max(end_ns, begin_ns + times.experts_ns + self.experts.step_ns(shapes))
         if self.first is None:
             return end_ns
         return max(end_ns, begin_ns + times.first_ns + self.first.step_ns(shapes))

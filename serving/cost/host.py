@@ -23,8 +23,9 @@ class TableHost:
     largest_graph_tokens: of the CUDA graphs, 0 without any. compiled: as far as the graphs reach, steps with prefills
     run in graphs of parts of layers, with the attention between them launched; else they are launched kernel by kernel,
     as all steps beyond the graphs are, compiled or not. Where nobody has measured the former it takes no time: a bound
-    from below. experts_last: the last layer has experts. added: further work before a step, such as that of a recorder.
-    waits: a step with prefills is prepared with a wait for the device's end of the step before.
+    from below. experts_last, experts_first: the last layer has experts, the first behind first_layers has. added: more
+    work before a step, such as that of a recorder. waits: a step with prefills is prepared with a wait for the device's
+    end of the step before.
     """
 
     host: Host
@@ -37,6 +38,7 @@ class TableHost:
     launch_layers: float | None = None
     launch_first_layers: float | None = None
     experts_last: bool = False
+    experts_first: bool = False
     waits: bool = False
     _known: dict[tuple[str, int, int], HostTimes] = field(default_factory=dict, init=False, compare=False, repr=False)
 
@@ -90,6 +92,10 @@ class TableHost:
         layers_us = _launch_us(by_layer, layers)
         # The last layer's experts come behind the launch of their own, or in the graph behind the last attention.
         last_us = by_layer.per_layer_us * EXPERTS_SHARE if by_layer and one_by_one and self.experts_last else 0.0
+        first_us, experts_us = _launch_us(by_layer, first), 0.0
+        if by_layer and one_by_one and self.experts_first:
+            each_us = by_layer.per_layer_us * (layers - first) / (self.layers - self.first_layers)
+            experts_us = first_us + each_us * (1.0 - EXPERTS_SHARE)
         # Without asynchronous scheduling the books wait for the tokens.
         ahead, later = ((host.bookkeep,), ()) if self.asynchronous else ((), (host.bookkeep,))
         return HostTimes(
@@ -97,9 +103,10 @@ class TableHost:
             launch_ns=round(1e3 * (layers_us + us(host.sample, *ahead))),
             update_ns=round(1e3 * us(*later, host.tokens, host.update)),
             output_ns=round(1e3 * us(host.output)),
-            first_ns=round(1e3 * _launch_us(by_layer, first)),
+            first_ns=round(1e3 * first_us),
             layers_ns=round(1e3 * (layers_us - last_us)),
             behind_ns=None if behind is None else round(1e3 * us(behind)),
+            experts_ns=round(1e3 * experts_us),
         )
 
 

@@ -130,9 +130,9 @@ def test_how_steps_are_launched():
         source="here",
     )
     graphs = TableHost(host, 6, 512, False, True)
-    assert graphs.times([decodes]) == (93_000, 0, 6_500, 0, 0, 0, None)
+    assert graphs.times([decodes]) == (93_000, 0, 6_500, 0, 0, 0, None, 0)
     launch_ns = 700_000 + 6 * 2_900_000
-    assert graphs.times([shape]) == (0, launch_ns, 7_000, 0, 0, launch_ns, None)
+    assert graphs.times([shape]) == (0, launch_ns, 7_000, 0, 0, launch_ns, None, 0)
     assert graphs.times([shape, None, decodes]) == graphs.times([shape])
     assert graphs.times([None, decodes]) == graphs.times([decodes])
     assert TableHost(host, 6, 0, False, True).times([decodes]).launch_ns == launch_ns
@@ -145,7 +145,7 @@ def test_compiled_layers_are_launched_by_parts_as_far_as_graphs_reach():
     host = replace(MIXED, piecewise=HostLaunch(100.0, 400.0))
     within = TableHost(host, 6, 512, True, True, first_layers=2, experts_last=True)
     # The last layer's experts are in the graph behind the last attention, so all of its launch comes before them.
-    assert within.times([shape]) == (37_000, 2_500_000, 0, 0, 900_000, 2_500_000, None)
+    assert within.times([shape]) == (37_000, 2_500_000, 0, 0, 900_000, 2_500_000, None, 0)
     assert within.times([decodes])[4:6] == (0, 0)
     beyond = replace(within, largest_graph_tokens=64)
     assert beyond.times([shape]) == replace(beyond, compiled=False).times([shape])
@@ -156,7 +156,7 @@ def test_compiled_layers_are_launched_by_parts_as_far_as_graphs_reach():
     assert other.times([shape]) == within.times([shape])
     assert replace(other, largest_graph_tokens=0).times([shape])[4:6] == (43_500, round(231_000 - 25_000 * 12 / 51))
     unknown = replace(within, host=replace(host, piecewise=None))
-    assert unknown.times([shape]) == (37_000, 0, 0, 0, 0, 0, None)
+    assert unknown.times([shape]) == (37_000, 0, 0, 0, 0, 0, None, 0)
 
 
 def test_the_books_wait_for_the_tokens_without_asynchronous_scheduling():
@@ -192,12 +192,12 @@ def test_prefills_and_steps_of_both_kinds_have_times_of_their_own():
     prefills = StepShape(((100, 0), (50, 0)), 0, 0, 0, 0, 2)
     both = StepShape(((100, 0),), 3, 30, 10, 30, 4)
     assert host.times([decodes])[:2] == (13_000, 0)
-    assert host.times([prefills]) == (44_000, 125_000, 0, 0, 45_000, 125_000, None)
-    assert host.times([both]) == (37_000, 156_000, 0, 0, 56_000, 156_000, None)
+    assert host.times([prefills]) == (44_000, 125_000, 0, 0, 45_000, 125_000, None, 0)
+    assert host.times([both]) == (37_000, 156_000, 0, 0, 56_000, 156_000, None, 0)
     # Of two ranks one launches prefills, the other decodes; none launches both.
     assert host.times([prefills, decodes]).launch_ns == 125_000
     with_experts = TableHost(MIXED, 6, 512, False, True, first_layers=2, experts_last=True).times([prefills])
-    assert with_experts == (44_000, 125_000, 0, 0, 45_000, 125_000 - round(20_000 * 12 / 51), None)
+    assert with_experts == (44_000, 125_000, 0, 0, 45_000, 125_000 - round(20_000 * 12 / 51), None, 0)
     untold = TableHost(replace(MIXED, prepare_prefill=None, launch_mixed=None), 6, 512, False, True)
     assert untold.times([both])[:2] == (14_000, 125_000)
 
@@ -267,3 +267,14 @@ def test_the_device_ends_no_earlier_than_what_is_launched_late_lets_it(kernels, 
     assert record.first_token_ns == expected
     assert behind.end_ns(7, HostTimes(0, layers, 0, 0), ()) == 7
     assert Behind(None, Fixed(5)).end_ns(7, times, ()) == 7 + layers + 5
+
+
+def test_the_device_does_not_run_experts_before_they_are_launched():
+    """Two dense layers of 20 us, then four with experts, launched behind 39 of 51 parts of one of them: 40 + 15.3."""
+    host = TableHost(MIXED, 6, 512, False, True, first_layers=2, experts_last=True, experts_first=True)
+    times = host.times([StepShape(((100, 0), (50, 0)), 0, 0, 0, 0, 2)])
+    assert times.experts_ns == times.first_ns + round(20_000 * 39 / 51)
+    assert Behind(Fixed(300_000), Fixed(5), Fixed(295_000)).end_ns(0, times, ()) == times.experts_ns + 295_000
+    # Attention that takes longer than its launch holds the device up itself.
+    assert Behind(Fixed(300_000), Fixed(5), Fixed(200_000)).end_ns(0, times, ()) == times.first_ns + 300_000
+    assert host.times([StepShape((), 3, 30, 10, 30, 3)]).experts_ns == 0
