@@ -48,11 +48,16 @@ class TableHost:
             prefills, tokens = len(shape.prefills), shape.tokens
             requests, mixed = shape.decode_requests + prefills, bool(prefills and shape.decode_requests)
         else:
-            some = [shape for shape in shapes if shape]
-            requests = max((one.decode_requests + len(one.prefills) for one in some), default=1)
-            tokens = max((one.tokens for one in some), default=1)
-            prefills = max((len(one.prefills) for one in some), default=0)
-            mixed = any(one.prefills and one.decode_requests for one in some)
+            requests = tokens = 1
+            prefills, mixed = 0, False
+            for one in shapes:
+                if one is None:
+                    continue
+                decodes, chunks = one.decode_requests, len(one.prefills)
+                requests = max(requests, decodes + chunks)
+                tokens = max(tokens, one.tokens if chunks else decodes * one.decode_query_tokens)
+                prefills = max(prefills, chunks)
+                mixed = mixed or (chunks > 0 and decodes > 0)
         key = self.launched(tokens, prefills > 0, mixed), requests, prefills
         found = self._known.get(key)
         if found is None:

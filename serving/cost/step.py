@@ -183,7 +183,7 @@ class TableCost:
         """The largest of `ranks_ns`: kernels are looked up once in a step, those of a lone decode once in a run, and
         what depends on the tokens alone once for ranks of as many."""
         by_tokens, by_sparse, by_sequences = self.by_tokens, self.by_sparse_tokens, self.by_sequences
-        known = self.step_kernels.of(shapes, anew=not self.is_part)
+        known, lone = self.step_kernels.of(shapes, anew=not self.is_part), self._lone
         slowest = same_ns = 0
         same = -1
         for rank, shape in enumerate(shapes):
@@ -199,9 +199,11 @@ class TableCost:
                     same = count if by_tokens.keeps(count) and by_sparse.keeps(count) else -1
                 total = same_ns
                 if shape is not None:
-                    lone = shape.decode_requests == 1
-                    total += self._lone_ns(shape) if lone else self._kernels_ns(known, rank, shape)[1]
-                    total += by_sequences.ns(shape.sampled_sequences)
+                    if shape.decode_requests == 1:
+                        kernels_ns = lone.get(shape[2:5]) or self._lone_ns(shape)
+                    else:
+                        _, kernels_ns = self._kernels_ns(known, rank, shape)
+                    total += by_sequences.ns(shape.sampled_sequences) + kernels_ns
             if total > slowest:
                 slowest = total
         return slowest
@@ -218,14 +220,11 @@ class TableCost:
         return found.dense_tokens, total
 
     def _lone_ns(self, shape: StepShape) -> int:
-        """The kernels of one decode and nothing else: lengths come again and again with few requests per rank."""
-        key = shape.decode_kv_sum_tokens, shape.decode_kv_max_tokens, shape.decode_kv_capped_sum_tokens
-        known = self._lone.get(key)
-        if known is None:
-            known = sum(round(kernel.count * kernel.us(shape, ()) * 1e3) for kernel in self.kernels)
-            if not any(one.allow_extrapolation for one in self.outside):
-                self._lone[key] = known
-        return known
+        """The kernels of one decode and nothing else, kept by its keys: with few requests they come again and again."""
+        ns = sum(round(kernel.count * kernel.us(shape, ()) * 1e3) for kernel in self.kernels)
+        if not any(one.allow_extrapolation for one in self.outside):
+            self._lone[shape[2:5]] = ns
+        return ns
 
     def _rank_kernels(self, shape: StepShape) -> RankKernels:
         if not shape.prefills:
