@@ -277,6 +277,12 @@ def own_host(log: Log, otherwise: Host | None) -> Host:
     if otherwise is None and lacking:
         raise ConfigError(f"{log.path}: its log does not tell {', '.join(lacking)} of the host")
     known = asdict(otherwise) if otherwise else {}
+    if otherwise and otherwise.launch_components and log.components:
+        # What is launched in layers of another stack counts by its components, as what this log has does.
+        for name in ("launch", "launch_mixed"):
+            if name not in block and known[name] is not None:
+                known[name]["per_layer_us"] *= log.components / otherwise.launch_components
+        block["launch_components"] = log.components
     return host_of(log.path, {name: one for name, one in (known | block).items() if one is not None})
 
 

@@ -230,6 +230,17 @@ def test_work_is_told_from_waiting_for_the_device() -> None:
     assert host_block([replace(whole, steps=tuple(steps))])["prepare_prefill"]["fixed_us"] > 9_000.0
 
 
+def test_launches_of_another_stack_are_taken_by_components() -> None:
+    """A log of half the components without prefills alone: its own launches beside decodes, half of the file's else."""
+    file = own_host(replace(mixed_log(), components=26.0), None)
+    steps = tuple(one for one in mixed_log().steps if one.decode_requests)
+    own = own_host(replace(mixed_log(), steps=steps, components=13.0), file)
+    assert file.launch_mixed is not None and own.launch_mixed is not None
+    assert own.launch.per_layer_us == pytest.approx(file.launch.per_layer_us / 2)
+    assert own.launch_mixed.per_layer_us == pytest.approx(file.launch_mixed.per_layer_us)
+    assert own.launch_components == 13.0
+
+
 def compiled_log(mode: str, us: float, launched_us: float) -> Log:
     """Steps padded to 64 and 128 tokens in `us`, the first of each twice; beyond the graphs in `launched_us`."""
     by_parts = [
