@@ -15,19 +15,19 @@ from serving.recording.validate import Validation
 RECORDED = Path(__file__).resolve().parents[1] / "recorded" / "H200" / "MiniMax-M3-8L"
 # Bounds in per cent: mean TTFT, mean TPOT, median error of a step's device time, and of all their times summed.
 BOUNDS = {
-    "graphs-chat": (13.0, 14.5, 6.0, 8.0),
-    "graphs-mixed": (9.5, 11.5, 3.0, 5.0),
-    "graphs-saturated": (10.5, 8.5, 7.0, 8.0),
-    "graphs-prefixes": (10.5, 10.5, 4.0, 5.5),
+    "graphs-chat": (4.0, 7.0, 6.0, 4.0),
+    "graphs-mixed": (4.0, 7.5, 3.0, 4.0),
+    "graphs-saturated": (8.0, 7.0, 7.0, 6.0),
+    "graphs-prefixes": (7.5, 4.5, 4.0, 2.5),
     "graphs-long": (9.0, 9.0, 3.0, 5.5),
-    "graphs-heldout": (10.0, 10.5, 4.0, 5.5),
-    "single-stream-mixed": (10.5, 12.0, 3.0, 5.5),
+    "graphs-heldout": (3.0, 6.5, 4.0, 4.0),
+    "single-stream-mixed": (6.0, 9.0, 3.0, 4.5),
     "piecewise-chat": (3.0, 8.5, 6.0, 4.5),
-    "piecewise-mixed": (8.0, 10.0, 3.0, 5.0),
+    "piecewise-mixed": (6.5, 10.0, 3.0, 5.0),
     # Launched kernel by kernel, or with the host between any two steps: as noisy as the host.
-    "eager-chat": (3.0, 4.0, 8.0, 3.5),
-    "eager-mixed": (7.0, 4.5, 7.0, 2.0),
-    "sync-mixed": (7.5, 9.0, 4.0, 3.5),
+    "eager-chat": (4.5, 2.5, 8.5, 2.0),
+    "eager-mixed": (3.0, 3.5, 6.5, 2.0),
+    "sync-mixed": (6.0, 7.5, 4.0, 2.5),
 }
 
 
