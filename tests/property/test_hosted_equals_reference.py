@@ -21,15 +21,17 @@ class LinearHost:
 
     def times(self, shapes):
         most = max((one.decode_requests + len(one.prefills) for one in shapes if one), default=1)
-        *parts, first_ns, layers_ns = self.fixed
-        return HostTimes(*(one + self.per_request_ns * most for one in parts), first_ns, layers_ns)
+        return HostTimes(*(one + self.per_request_ns * most for one in self.fixed[:4]), *self.fixed[4:])
 
 
 SOME = st.sampled_from([0, 0, 1, 70, 900, 5_000])
-HOSTS = st.builds(LinearHost, st.builds(HostTimes, SOME, SOME, SOME, SOME, SOME, SOME), st.sampled_from([0, 0, 3, 200]))
-BEHIND = st.none() | st.builds(
-    Behind, st.none() | st.builds(LinearCost, SOME, SOME, st.just(0)), st.builds(LinearCost, SOME, SOME, st.just(0))
+HOSTS = st.builds(
+    LinearHost,
+    st.builds(HostTimes, SOME, SOME, SOME, SOME, SOME, SOME, st.none() | SOME, SOME),
+    st.sampled_from([0, 0, 3, 200]),
 )
+REST = st.builds(LinearCost, SOME, SOME, st.just(0))
+BEHIND = st.none() | st.builds(Behind, st.none() | REST, REST, st.none() | REST)
 NO_HOST = LinearHost(HostTimes(0, 0, 0, 0))
 COST = LinearCost()
 
@@ -68,7 +70,7 @@ def test_the_group_runs_as_the_program(case, host, behind, inputs_ns):
     records, hosted = of_core(case, host, behind, inputs_ns)
     requests = requests_of(case, plain_request)
     engines = [plain_engine(index, **options(case)) for index in range(case.ranks)]
-    rest = (behind.first, behind.layers) if behind else (None, None)
+    rest = tuple(behind) if behind else (None, None, None)
     steps = reference.hosted.run(engines, COST, host, case.asynchronous, requests, *rest, inputs_ns)
     for got, asked in zip(records, requests, strict=True):
         finish_ns = asked.token_ns[-1] if asked.outcome == "finished" else None

@@ -16,6 +16,7 @@ def run(
     requests: Sequence[Request],
     behind_first: StepCost | None = None,
     behind_layers: StepCost | None = None,
+    behind_experts: StepCost | None = None,
     inputs_ns: int = 0,
 ) -> list[tuple[int, int]]:
     """Replay `requests`, sorted by arrival, on ranks in lockstep, in turn; (begin of the launch, end on the device) of
@@ -46,12 +47,17 @@ def run(
             step = Step(batches, engines)
             times = host.times(step.shapes)
             thread_ns += times.before_ns
+            if times.behind_ns is not None:  # preparing has waited for the device
+                thread_ns = max(thread_ns, device_ns + times.behind_ns)
             begin_ns = thread_ns
             thread_ns += times.launch_ns
             kernels_ns = cost.step_ns(step.shapes)
             # A device that is free before the launch copies the inputs meanwhile, else after the step before.
             device_ns = max(device_ns + kernels_ns, begin_ns + kernels_ns - inputs_ns, thread_ns)
-            for rest, after_ns in ((behind_first, times.first_ns), (behind_layers, times.layers_ns)):
+            late = [(behind_first, times.first_ns), (behind_layers, times.layers_ns)]
+            if times.experts_ns > 0:
+                late.append((behind_experts, times.experts_ns))
+            for rest, after_ns in late:
                 if rest is not None and times.layers_ns > 0:
                     device_ns = max(device_ns, begin_ns + after_ns + rest.step_ns(step.shapes))
             seen.append((begin_ns, device_ns))
