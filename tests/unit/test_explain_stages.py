@@ -68,14 +68,15 @@ def bare(stages_ns: list[tuple[int, int]]) -> StagedExplanation:
     return StagedExplanation(Node("step", sum(map(sum, stages_ns)) / 1e3), stages, sends)
 
 
-STAGE = st.tuples(st.integers(1, 1000), st.integers(0, 300))
+# So far apart that the slowest stage has held up all others after 150 rounds.
+STAGE = st.tuples(st.integers(1, 20).map(lambda fifties: 50 * fifties), st.integers(0, 300))
 
 
 @given(st.lists(STAGE, min_size=2, max_size=6))
 def test_a_round_of_a_full_pipeline_takes_what_the_engine_takes(stages_ns: list[tuple[int, int]]) -> None:
     stages_ns[-1] = (stages_ns[-1][0], 0)
     count, found = len(stages_ns), bare(stages_ns)
-    ends, idle_ns = in_flight(stages_ns, 60)
+    ends, idle_ns = in_flight(stages_ns, 150)
     assert ends[-1] - ends[-1 - count] == pytest.approx(1e3 * found.round_us)
     assert ends[0] == pytest.approx(1e3 * found.root.us), "the first step is alone"
     assert idle_ns == [pytest.approx(1e3 * count * bubble, abs=1e-6) for bubble in found.bubbles_us]
