@@ -4,8 +4,8 @@
         tests/recorded/H200/GLM-5-FP8-6L
 
 Per recording: recorded mean, and the prediction's error in per cent of it, mean and p99 of TTFT (from when the
-scheduler took a request in) and of TPOT; makespan in seconds, from the first queueing, with its error; blocks, predicted
-and recorded. Recordings that were not made are named.
+scheduler took a request in) and of TPOT; makespan in seconds, from the first queueing, with its error; blocks,
+predicted and recorded. Recordings that were not made are named.
 """
 
 import argparse
