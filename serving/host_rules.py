@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 from profiler.core.hardware import Hardware, Host
@@ -55,7 +56,7 @@ def waits_for_device(spec: ModelSpec) -> bool:
     common/sparse_attention.py) and writes a number of the host's in front of them, a copy from memory that is not
     pinned, before which CUDA waits for all that the stream has.
     """
-    return any(layer.selection == "block" for layer in spec.layers)
+    return spec.block_sparse
 
 
 def host_source(engine: EngineSettings, host: TableHost | None) -> str:
@@ -72,22 +73,24 @@ def behind_of(priced: Callable[..., Any], spec: ModelSpec, host: TableHost, whol
     that of the step."""
     assert isinstance(whole, TableCost)
 
+    @cache
     def last_layers(count: int) -> TableCost:
         cost = priced(stage=Stage(replace(spec, layers=spec.layers[spec.num_layers - count :]), False, True))
         assert isinstance(cost, TableCost)
         return cost
 
+    def from_experts(count: int) -> TableCost:
+        """The last layers from the experts of their first one on."""
+        layers, rest = last_layers(count), last_layers(count - 1)
+        return replace(rest, by_group_tokens=layers.by_group_tokens, padded_experts=layers.padded_experts)
+
     first = _first_layers(spec)
-    head = last_layers(0)
-    if host.experts_last:
-        last = last_layers(1)
-        head = replace(head, by_group_tokens=last.by_group_tokens, padded_experts=last.padded_experts)
-    others, experts = last_layers(spec.num_layers - first), None
-    if host.experts_first:
-        rest = last_layers(spec.num_layers - first - 1)
-        rest = replace(rest, by_group_tokens=others.by_group_tokens, padded_experts=others.padded_experts)
-        experts = part_of(whole, rest)
-    return Behind(part_of(whole, others) if first else None, head, experts)
+    others = spec.num_layers - first
+    return Behind(
+        part_of(whole, last_layers(others)) if first else None,
+        from_experts(1) if host.experts_last else last_layers(0),
+        part_of(whole, from_experts(others)) if host.experts_first else None,
+    )
 
 
 def inputs_ns(cost: Any) -> int:

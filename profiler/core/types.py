@@ -125,6 +125,11 @@ class ModelSpec:
     def num_layers(self) -> int:
         return len(self.layers)
 
+    @property
+    def block_sparse(self) -> bool:
+        """Whether some layers attend to blocks that an indexer selects (MSA)."""
+        return any(layer.selection == "block" for layer in self.layers)
+
     def count(self, kind: LayerKind) -> int:
         return self.layers.count(kind)
 

@@ -284,16 +284,9 @@ class VllmEngine:
 
     def _even_loads(self) -> dict[str, Any]:
         """Evens the routers' loads, so that a batch reaches as many experts as the tables say; what was found."""
-        moe = self._options.spec.moe
-        if moe is None or not moe.has_bias:
-            return {"not_evened": "routers have no bias"}
         tokens = min(BALANCE_TOKENS, self._options.max_num_batched_tokens, self._options.max_model_len - 1)
         shot = Shot((), ((tokens, 0),))
-        try:
-            return dict(balance.balance(self._boot.model, moe, lambda: self._step(shot)))
-        except Exception as error:  # tables of uneven loads are tables still, and say so
-            print(f"warning: expert loads are not evened: {type(error).__name__}: {error}", file=sys.stderr)
-            return {"not_evened": f"{type(error).__name__}: {error}"}
+        return balance.even_loads(self._boot.model, self._options.spec.moe, lambda: self._step(shot))
 
     def _release_caches(self) -> None:
         import torch

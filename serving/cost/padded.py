@@ -41,6 +41,6 @@ def own_rows(spec: ModelSpec, parallel: Parallel, engine: str) -> int | None:
     that pads a step has not (common/ops/sparse_attn.py says so), and scores that are no numbers pick the same experts.
     Other models' padding keeps what earlier steps left in the inputs.
     """
-    if engine != "vllm" or spec.moe is None or all(layer.selection != "block" for layer in spec.layers):
+    if engine != "vllm" or spec.moe is None or not spec.block_sparse:
         return None
     return spec.moe.num_experts // (_PAIRS_SHARE * spec.moe.topk) if parallel.ep == 1 else 0

@@ -79,17 +79,13 @@ class TableCost:
     def step_ns(self, shapes: Sequence[StepShape | None]) -> int:
         """Nanoseconds of one step; None marks a rank that runs a dummy batch."""
         if len(shapes) == 1 and (shape := shapes[0]) is not None:
-            tokens = count = shape.tokens if shape.prefills else shape.decode_requests * shape.decode_query_tokens
+            count = shape.tokens if shape.prefills else shape.decode_requests * shape.decode_query_tokens
             if count < len(self.padded) and (self.prefills_in_graphs or not shape.prefills):
                 count = self.padded[count]
-            device_ns = self._rank_ns(shape, count) + self.by_group_tokens.ns(count)
-            if self.padded_experts is not None:
-                device_ns += self.padded_experts.ns(count if shape.prefills else tokens, count)
+            device_ns = self._rank_ns(shape, count) + self._group_ns(shapes, count)
         else:
             computed = self._tokens(shapes)
-            device_ns = self._slowest_ns(shapes, computed) + self.by_group_tokens.ns(sum(computed))
-            if self.padded_experts is not None:
-                device_ns += self.padded_experts.ns(self._routed(shapes, computed), sum(computed))
+            device_ns = self._slowest_ns(shapes, computed) + self._group_ns(shapes, sum(computed))
         if self.step_us:
             device_ns += round(self.step_us * 1e3)
         return device_ns + self._host_ns(device_ns) if self.host_us else device_ns
@@ -140,15 +136,23 @@ class TableCost:
 
     def group_lines(self, shapes: Sequence[StepShape | None], computed: Sequence[int]) -> list[Line]:
         """What all ranks run together. computed: as of computed_tokens."""
-        lines = list(self.by_group_tokens.lines(sum(computed)))
+        total = sum(computed)
+        lines = list(self.by_group_tokens.lines(total))
         if self.padded_experts is not None:
-            lines += self.padded_experts.lines(self._routed(shapes, computed), sum(computed))
+            lines += self.padded_experts.lines(self._routed(shapes, total), total)
         return lines
 
-    def _routed(self, shapes: Sequence[StepShape | None], computed: Sequence[int]) -> int:
+    def _group_ns(self, shapes: Sequence[StepShape | None], computed: int) -> int:
+        """What all ranks run together, of `computed` tokens of all of them."""
+        together = self.by_group_tokens.ns(computed)
+        if self.padded_experts is not None:
+            together += self.padded_experts.ns(self._routed(shapes, computed), computed)
+        return together
+
+    def _routed(self, shapes: Sequence[StepShape | None], computed: int) -> int:
         """Tokens of all ranks that pick experts of their own."""
         if any(shape and shape.prefills for shape in shapes):
-            return sum(computed)
+            return computed
         return sum(shape.tokens if shape else self.dummy_tokens for shape in shapes)
 
     def rank_lines(self, shape: StepShape | None, tokens: int) -> list[Line]:

@@ -20,6 +20,7 @@ from profiler.core.hardware import OPTIONAL_HOST_PARTS, Host, host_of
 from profiler.core.load import read_mapping
 from profiler.core.registry import load_model
 from profiler.core.stack import component_calls
+from profiler.core.types import ModelSpec
 from serving.host_rules import waits_for_device
 from serving.recording.files import read_steps
 from serving.recording.steps import Step
@@ -126,35 +127,32 @@ def log_of(path: Path, meta: Mapping[str, Any], engine: Mapping[str, Any], steps
     """From what read_log reads of the recording in `path`. Raises ConfigError when a key is missing."""
     behind: tuple[tuple[int, float], ...] = ()
     try:
-        if _waits(str(meta["model"])):
+        spec = _known_model(str(meta["model"]))
+        if spec is not None and waits_for_device(spec):
             steps, behind = told_apart(steps)
+        layers = meta["layers"]
+        if isinstance(layers, bool) or not isinstance(layers, int) or layers < 1:
+            raise ConfigError(f"{path}: meta.json: layers must be a positive whole number, found {layers!r}")
         name = f"{meta['model']}, vLLM {meta['vllm_version']}, {(engine.get('gpu') or {}).get('name', 'unknown GPU')}"
         return Log(
             path,
-            int(meta["layers"]),
+            layers,
             bool(engine["async_scheduling"]),
             tuple(steps),
             str(meta["mode"]),
             name,
-            _components(str(meta["model"]), int(meta["layers"])),
+            None if spec is None else component_calls(spec, layers) / layers,
             behind,
         )
     except KeyError as error:
         raise ConfigError(f"{path}: meta.json and engine.json lack {error}; recorded by an older version") from None
 
 
-def _components(model: str, layers: int) -> float | None:
+def _known_model(name: str) -> ModelSpec | None:
     try:
-        return component_calls(load_model(model), layers) / layers
+        return load_model(name)
     except ConfigError:
         return None
-
-
-def _waits(model: str) -> bool:
-    try:
-        return waits_for_device(load_model(model))
-    except ConfigError:
-        return False
 
 
 def told_apart(steps: Sequence[Step]) -> tuple[tuple[Step, ...], tuple[tuple[int, float], ...]]:

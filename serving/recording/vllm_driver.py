@@ -1,7 +1,6 @@
 """A real vLLM engine in this process, driven step by step, with a log of what each step ran and how long it took."""
 
 import gc
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -143,7 +142,7 @@ class VllmDriver:
 
     def _balanced(self, moe: MoeDims) -> dict[str, Any]:
         """Even loads of the experts, as trained models have them; what was found, or why they are as they come."""
-        from profiler.engines.vllm_support.balance import balance, uncompiled
+        from profiler.engines.vllm_support.balance import even_loads
 
         length = min(_BALANCE_TOKENS, self._arguments.max_model_len - 1)
         requests = [TraceRequest(f"balance {i}", 0, length, 1) for i in range(_BALANCE_REQUESTS)]
@@ -155,13 +154,7 @@ class VllmDriver:
             while self.has_work():
                 self.step()
 
-        model = self.runner.get_model()
-        try:
-            with uncompiled(model):
-                return dict(balance(model, moe, run))
-        except Exception as error:  # a recording with uneven loads is one still, and says so
-            print(f"warning: expert loads are not evened: {type(error).__name__}: {error}", file=sys.stderr)
-            return {"not_evened": f"{type(error).__name__}: {error}"}
+        return even_loads(self.runner.get_model(), moe, run)
 
     def _reach(self, started: Any, arguments: EngineArguments) -> None:
         import torch

@@ -1,4 +1,4 @@
-"""A recording validated with its own host's times, once for all tests of a module."""
+"""Recordings validated with their own hosts' times, once for all tests of a module, and what is asked of all."""
 
 from pathlib import Path
 
@@ -9,3 +9,24 @@ def of(path: Path, known: dict[str, Validation]) -> Validation:
     if path.name not in known:
         known[path.name] = validate(path, with_own_host=True)
     return known[path.name]
+
+
+def check_errors(found: Validation, bounds: tuple[float, float, float, float]) -> None:
+    """bounds in per cent: mean TTFT, mean TPOT, median error of a step's device time, and of all their times summed."""
+    off = {(one.metric, one.statistic): abs(one.difference_percent) for one in found.comparison.figures}
+    ttft, tpot, median, total = bounds
+    assert off["ttft", "mean"] <= ttft and off["tpot", "mean"] <= tpot
+    assert found.device["all"].median <= median and abs(found.device["all"].total) <= total
+    assert found.extrapolated_lookups == 0
+
+
+def check_blocks(found: Validation, percent: float) -> None:
+    """Exactly on the engine's own KV memory, within `percent` by the memory model."""
+    blocks = found.blocks
+    assert blocks is not None and blocks.given == blocks.recorded
+    assert abs(blocks.predicted_percent) <= percent
+
+
+def check_preemptions(found: Validation, recorded: int) -> None:
+    simulated, there = found.preemptions
+    assert there == recorded and abs(simulated - recorded) <= 4

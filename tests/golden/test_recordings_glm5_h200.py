@@ -6,7 +6,7 @@ As test_recordings_h200.py, with the host's times of each recording (docs/valida
 from pathlib import Path
 
 import pytest
-from recorded_runs import of
+from recorded_runs import check_blocks, check_errors, check_preemptions, of
 
 from serving.recording.validate import Validation
 
@@ -36,16 +36,9 @@ def validated() -> dict[str, Validation]:
 @pytest.mark.parametrize("name", BOUNDS)
 def test_errors_stay_as_small_as_they_are(name: str, validated: dict[str, Validation]) -> None:
     found = of(RECORDED / name, validated)
-    off = {(one.metric, one.statistic): abs(one.difference_percent) for one in found.comparison.figures}
-    ttft, tpot, median, total = BOUNDS[name]
-    assert off["ttft", "mean"] <= ttft and off["tpot", "mean"] <= tpot
-    assert found.device["all"].median <= median and abs(found.device["all"].total) <= total
-    assert found.extrapolated_lookups == 0
-    blocks = found.blocks
-    assert blocks is not None and blocks.given == blocks.recorded
-    assert abs(blocks.predicted_percent) <= 1.0
+    check_errors(found, BOUNDS[name])
+    check_blocks(found, 1.0)
 
 
 def test_a_full_cache_preempts_as_often(validated: dict[str, Validation]) -> None:
-    simulated, recorded = of(RECORDED / "graphs-saturated", validated).preemptions
-    assert recorded == 12 and abs(simulated - recorded) <= 4
+    check_preemptions(of(RECORDED / "graphs-saturated", validated), 12)

@@ -48,22 +48,13 @@ def of(name: str, validated: dict[str, Validation]) -> Validation:
 
 @pytest.mark.parametrize("name", [*GRAPHS, *BY_PARTS, *HOST])
 def test_errors_stay_as_small_as_they_are(name: str, validated: dict[str, Validation]) -> None:
-    found = of(name, validated)
-    off = {(one.metric, one.statistic): abs(one.difference_percent) for one in found.comparison.figures}
-    ttft, tpot, median, total = (GRAPHS | BY_PARTS | HOST)[name]
-    assert off["ttft", "mean"] <= ttft and off["tpot", "mean"] <= tpot
-    assert found.device["all"].median <= median and abs(found.device["all"].total) <= total
-    assert found.extrapolated_lookups == 0
+    recorded_runs.check_errors(of(name, validated), (GRAPHS | BY_PARTS | HOST)[name])
 
 
 @pytest.mark.parametrize("name", [*GRAPHS, *BY_PARTS, *HOST])
 def test_blocks_are_the_engines(name: str, validated: dict[str, Validation]) -> None:
-    """Exactly on the engine's own KV memory, within 2 % by the memory model."""
-    blocks = of(name, validated).blocks
-    assert blocks is not None and blocks.given == blocks.recorded
-    assert abs(blocks.predicted_percent) <= 2.0
+    recorded_runs.check_blocks(of(name, validated), 2.0)
 
 
 def test_a_full_cache_preempts_as_often(validated: dict[str, Validation]) -> None:
-    simulated, recorded = of("graphs-saturated", validated).preemptions
-    assert recorded == 13 and abs(simulated - recorded) <= 4
+    recorded_runs.check_preemptions(of("graphs-saturated", validated), 13)

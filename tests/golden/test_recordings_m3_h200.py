@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import median
 
 import pytest
-from recorded_runs import of
+from recorded_runs import check_blocks, check_errors, check_preemptions, of
 
 from serving.recording.validate import Validation
 
@@ -39,14 +39,8 @@ def validated() -> dict[str, Validation]:
 @pytest.mark.parametrize("name", BOUNDS)
 def test_errors_stay_as_small_as_they_are(name: str, validated: dict[str, Validation]) -> None:
     found = of(RECORDED / name, validated)
-    off = {(one.metric, one.statistic): abs(one.difference_percent) for one in found.comparison.figures}
-    ttft, tpot, middle, total = BOUNDS[name]
-    assert off["ttft", "mean"] <= ttft and off["tpot", "mean"] <= tpot
-    assert found.device["all"].median <= middle and abs(found.device["all"].total) <= total
-    assert found.extrapolated_lookups == 0
-    blocks = found.blocks
-    assert blocks is not None and blocks.given == blocks.recorded
-    assert abs(blocks.predicted_percent) <= 2.0
+    check_errors(found, BOUNDS[name])
+    check_blocks(found, 2.0)
 
 
 def test_decode_steps_of_few_requests_follow_the_padding(validated: dict[str, Validation]) -> None:
@@ -62,5 +56,4 @@ def test_decode_steps_of_few_requests_follow_the_padding(validated: dict[str, Va
 
 
 def test_a_full_cache_preempts_as_often(validated: dict[str, Validation]) -> None:
-    simulated, recorded = of(RECORDED / "graphs-saturated", validated).preemptions
-    assert recorded == 25 and abs(simulated - recorded) <= 4
+    check_preemptions(of(RECORDED / "graphs-saturated", validated), 25)

@@ -19,6 +19,7 @@ from serving.recording.host_table import (
     host_block,
     layer_launch,
     linear,
+    log_of,
     own_host,
     read_log,
     rows,
@@ -195,6 +196,12 @@ def test_the_command_prints_each_form(tmp_path: Path) -> None:
     (tmp_path / "meta.json").write_text("{}")
     with pytest.raises(ConfigError, match="lack 'model'"):
         read_log(tmp_path)
+
+
+def test_a_wrong_number_of_layers_is_refused() -> None:
+    for layers in ("eight", 0, True, 6.5):
+        with pytest.raises(ConfigError, match="layers must be a positive whole number"):
+            log_of(Path("r"), META | {"layers": layers}, {"async_scheduling": True}, ())
 
 
 def test_layers_of_other_stacks_are_counted_by_their_components() -> None:

@@ -3,34 +3,13 @@
 from pathlib import Path
 
 import pytest
+from short_stacks import cost, decodes
 
-from profiler.core.paths import default_bundle_root
 from profiler.core.registry import load_model
 from profiler.core.types import Parallel
-from serving.config import load_cluster
 from serving.core.shape import StepShape
 from serving.cost import TableCost
 from serving.cost.padded import own_rows
-from serving.deployment import deploy
-
-CLUSTER = """
-instances:
-- model: MODEL
-  layers: 8
-  hardware: H200
-  engine: {max_model_len: 8192, max_num_batched_tokens: 2048, max_num_seqs: 64, num_gpu_blocks: 5000,
-    cudagraph_mode: FULL_DECODE_ONLY, shared_experts_stream: false}
-"""
-
-
-def cost(folder: Path, model: str) -> TableCost:
-    path = folder / "cluster.yaml"
-    path.write_text(CLUSTER.replace("MODEL", model))
-    return deploy(load_cluster(path).instances[0], 0, default_bundle_root(), False).table_cost
-
-
-def decodes(count: int) -> StepShape:
-    return StepShape((), count, count * 100, 100, count * 100, count)
 
 
 def experts_us(cost: TableCost, count: int) -> float:
@@ -39,7 +18,7 @@ def experts_us(cost: TableCost, count: int) -> float:
 
 def test_padding_costs_one_token_more(tmp_path: Path) -> None:
     """9 to 15 requests run in a graph of 16; 17 in one of 24. Up to 8 tokens every pair reads an expert of its own."""
-    one = cost(tmp_path, "MiniMaxAI/MiniMax-M3")
+    one = cost(tmp_path, "MiniMaxAI/MiniMax-M3", layers=8, shared="false")
     at = {count: experts_us(one, count) for count in (5, 8, 9, 14, 15, 16, 17)}
     assert at[9] < at[14] < at[15] == at[16]
     assert at[5] == at[8]
@@ -49,14 +28,14 @@ def test_padding_costs_one_token_more(tmp_path: Path) -> None:
 
 
 def test_a_step_is_the_sum_of_its_lines(tmp_path: Path) -> None:
-    one = cost(tmp_path, "MiniMaxAI/MiniMax-M3")
+    one = cost(tmp_path, "MiniMaxAI/MiniMax-M3", layers=8, shared="false")
     chunk = StepShape(((600, 0),), 3, 300, 100, 300, 4)
     for shapes in ([decodes(11)], [chunk], [decodes(11), None], [decodes(11), decodes(3)], [chunk, decodes(3)]):
         assert one.step_ns(shapes) == round(1e3 * sum(line.us for line in one.explain(shapes)))
 
 
 def test_padding_of_other_models_picks_as_tokens_do(tmp_path: Path) -> None:
-    one = cost(tmp_path, "zai-org/GLM-5-FP8")
+    one = cost(tmp_path, "zai-org/GLM-5-FP8", layers=8, shared="false")
     assert one.padded_experts is None and experts_us(one, 9) == experts_us(one, 16)
 
 

@@ -3,6 +3,8 @@
 from pathlib import Path
 
 import pytest
+import short_stacks
+from short_stacks import decodes
 
 from profiler.core.hardware import load_hardware
 from profiler.core.paths import default_bundle_root
@@ -13,24 +15,9 @@ from serving.cost import TableCost
 from serving.cost.host import EXPERTS_SHARE
 from serving.deployment import deploy, instance_model
 
-CLUSTER = """
-instances:
-- model: deepseek-ai/DeepSeek-V3.2-Exp
-  layers: 6
-  hardware: H200
-  engine: {max_model_len: 8192, max_num_batched_tokens: 2048, max_num_seqs: 512, num_gpu_blocks: 5000,
-    cudagraph_mode: FULL_DECODE_ONLY, shared_experts_stream: SHARED}
-"""
-
 
 def cost(folder: Path, shared: str) -> TableCost:
-    path = folder / "cluster.yaml"
-    path.write_text(CLUSTER.replace("SHARED", shared))
-    return deploy(load_cluster(path).instances[0], 0, default_bundle_root(), False).table_cost
-
-
-def decodes(count: int) -> StepShape:
-    return StepShape((), count, count * 100, 100, count * 100, count)
+    return short_stacks.cost(folder, "deepseek-ai/DeepSeek-V3.2-Exp", layers=6, shared=shared)
 
 
 @pytest.mark.parametrize("requests", [1, 250])
@@ -50,13 +37,10 @@ def test_bf16_shared_experts_are_partly_hidden(tmp_path: Path, tp: int) -> None:
     """Five of the eight layers have experts, and every rank its part of the shared ones."""
     us = load_hardware("H200").shared_stream_bf16_us
     assert us is not None and us < 0
-    text = CLUSTER.replace("deepseek-ai/DeepSeek-V3.2-Exp", "MiniMaxAI/MiniMax-M3").replace("layers: 6", "layers: 8")
     times = []
     for shared in ("true", "false"):
-        path = tmp_path / "cluster.yaml"
-        path.write_text(text.replace("SHARED", shared).replace("  engine:", f"  parallel: {{tp: {tp}}}\n  engine:"))
-        deployed = deploy(load_cluster(path).instances[0], 0, default_bundle_root(), False)
-        times.append(deployed.table_cost.step_ns([decodes(4)]))
+        one = short_stacks.cost(tmp_path, "MiniMaxAI/MiniMax-M3", layers=8, shared=shared, tp=tp)
+        times.append(one.step_ns([decodes(4)]))
     assert times[0] - times[1] == round(5 * us / tp * 1e3)
 
 
@@ -84,7 +68,7 @@ def test_launches_of_other_stacks_are_scaled_by_their_components(tmp_path: Path)
     assert host is not None and host.launch_components is not None
     prompt = StepShape(((600, 0),), 0, 0, 0, 0, 1)
     for layers in (6, 4):
-        path.write_text(CLUSTER.replace("SHARED", "true").replace("layers: 6", f"layers: {layers}"))
+        short_stacks.cost(tmp_path, "deepseek-ai/DeepSeek-V3.2-Exp", layers=layers, shared="true")
         instance = load_cluster(path).instances[0]
         group = deploy(instance, 0, default_bundle_root(), False).groups[0]
         times = group.host.times([prompt])  # type: ignore[attr-defined]
