@@ -39,8 +39,9 @@ WINDOW_S = 1.5
 KEPT_EXPERT_TOKENS = 300_000
 JIT_WORKERS_VARIABLE = "SPARSIGHT_JIT_WORKERS"
 UTILIZATION = 0.80
-# Of one random prompt, on which the routers' loads are evened.
-BALANCE_TOKENS = 8192
+# Of the random prompts on which the routers' loads are evened, and the seed of their tokens: no pass has the same ones.
+BALANCE_TOKENS = 16384
+BALANCE_SEED = state.SEED + 1
 
 
 def create(options: EngineOptions) -> "VllmEngine":
@@ -92,9 +93,9 @@ class VllmEngine:
         # Where the seconds went, told at the end.
         self._spent_s: dict[str, float] = defaultdict(float)
         generator = torch.Generator().manual_seed(state.SEED)
-        vocab = int(text_config(config)["vocab_size"])
+        self._vocab = int(text_config(config)["vocab_size"])
         length = options.max_model_len + 8192 * 8
-        self._tokens = torch.randint(0, vocab, (length,), generator=generator, dtype=torch.int32).numpy()
+        self._tokens = torch.randint(0, self._vocab, (length,), generator=generator, dtype=torch.int32).numpy()
         self._slices: dict[int, experts.ExpertSlice] = {}
         # Routing and activations of expert shots, which their repeats share: hidden, weights, expert ids.
         self._expert_inputs: dict[MoeBatch, tuple[Any, Any, Any]] = {}
@@ -284,9 +285,16 @@ class VllmEngine:
 
     def _even_loads(self) -> dict[str, Any]:
         """Evens the routers' loads, so that a batch reaches as many experts as the tables say; what was found."""
-        tokens = min(BALANCE_TOKENS, self._options.max_num_batched_tokens, self._options.max_model_len - 1)
-        shot = Shot((), ((tokens, 0),))
-        return balance.even_loads(self._boot.model, self._options.spec.moe, lambda: self._step(shot))
+        import torch
+
+        count = min(BALANCE_TOKENS, self._options.max_num_batched_tokens, self._options.max_model_len - 1)
+        generator = torch.Generator().manual_seed(BALANCE_SEED)
+
+        def run() -> None:
+            drawn = torch.randint(0, self._vocab, (count,), generator=generator, dtype=torch.int32)
+            self._step(Shot((), ((count, 0),)), drawn.numpy())
+
+        return balance.even_loads(self._boot.model, self._options.spec.moe, run)
 
     def _release_caches(self) -> None:
         import torch
@@ -295,7 +303,8 @@ class VllmEngine:
             cache.untyped_storage().resize_(0)
         torch.cuda.empty_cache()
 
-    def _step(self, shot: Shot) -> None:
+    def _step(self, shot: Shot, tokens: Any = None) -> None:
+        """tokens: int32 ids that a pass takes instead of those of every other."""
         if shot.moe is not None:
             self._expert_step(shot)
             return
@@ -307,7 +316,8 @@ class VllmEngine:
         if placed is None:
             raise AcquisitionError(f"{shot.kv_tokens} KV tokens do not fit into {self._boot.num_blocks} blocks")
         self._steps += 1
-        output = batches.scheduler_output(shot.requests, placed, self._tokens, self._finished, f"s{self._steps}")
+        ids = self._tokens if tokens is None else tokens
+        output = batches.scheduler_output(shot.requests, placed, ids, self._finished, f"s{self._steps}")
         self._finished = set(output.num_scheduled_tokens)
         self._boot.worker.execute_model(output)
         self._boot.worker.sample_tokens(None)

@@ -1,6 +1,7 @@
 """A real vLLM engine in this process, driven step by step, with a log of what each step ran and how long it took."""
 
 import gc
+import itertools
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -145,9 +146,12 @@ class VllmDriver:
         from profiler.engines.vllm_support.balance import even_loads
 
         length = min(_BALANCE_TOKENS, self._arguments.max_model_len - 1)
-        requests = [TraceRequest(f"balance {i}", 0, length, 1) for i in range(_BALANCE_REQUESTS)]
+        rounds = itertools.count()
 
         def run() -> None:
+            # A prompt is of its request's name, and every round wants others.
+            name = f"balance {next(rounds)}"
+            requests = [TraceRequest(f"{name} {i}", 0, length, 1) for i in range(_BALANCE_REQUESTS)]
             self.begin(requests, Limits())
             for one in requests:
                 self.add(one)

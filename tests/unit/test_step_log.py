@@ -234,17 +234,20 @@ def test_expert_loads_are_evened_on_prompts_of_their_own(monkeypatch: pytest.Mon
     part = SimpleNamespace(do_not_compile=False)
     model = SimpleNamespace(modules=lambda: [part])
     driver.runner.get_model = lambda: model
-    ran = []
+    ran, prompts = [], []
 
     def balance(model: Any, moe: MoeDims, run: Any) -> dict[str, float]:
-        run()
-        assert part.do_not_compile, "hooks of a compiled model are not run"
-        ran.append((model, moe, sum(step.tokens for step in driver.steps())))
+        for _ in range(2):
+            run()
+            assert part.do_not_compile, "hooks of a compiled model are not run"
+            prompts.append({tuple(prompt) for prompt in driver._prompts.values()})
+            ran.append((model, moe, sum(step.tokens for step in driver.steps())))
         return {"routers": 1}
 
     monkeypatch.setattr("profiler.engines.vllm_support.balance.balance", balance)
     assert driver._balanced(MOE) == {"routers": 1}
-    assert ran == [(model, MOE, 4 * 8)] and not driver.has_work() and not part.do_not_compile
+    assert ran == 2 * [(model, MOE, 4 * 8)] and not driver.has_work() and not part.do_not_compile
+    assert len(prompts[0] | prompts[1]) == 2 * 4, "a round brought prompts of another"
     # The play that follows knows nothing of it.
     requests = trace((0.0, 5, 2))
     driver.begin(requests, NO_LIMITS)

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from profiler.core.shots import Fill, Shot
+from profiler.core.types import MoeDims
 from profiler.engines.base import EngineInfo, KernelSample, ShotResult, most_repeats
 from profiler.engines.vllm_engine import VllmEngine
-from profiler.engines.vllm_support import recorder, repeats, trace
+from profiler.engines.vllm_support import recorder, repeats, state, trace
 from profiler.samples import Run
 from profiler.visits import latest
 
@@ -180,7 +181,7 @@ class Fake(VllmEngine):
         self._recorder = self._record
         self.times, self.broken = times, broken
 
-    def _step(self, shot: Shot) -> None:
+    def _step(self, shot: Shot, tokens: Any = None) -> None:
         index = shot.requests[0][1]
         if index in self.broken:
             raise RuntimeError(self.broken[index])
@@ -286,3 +287,42 @@ def test_a_second_look_begins_behind_the_most_repeats_of_the_first() -> None:
         run.results[0] = ShotResult(0, tuple(many))
         first, second = latest([run]).looks[0]
         assert (len(first.samples), len(second.samples)) == parts
+
+
+class Evened(VllmEngine):
+    """The engine's own evening of loads, on steps that only note their tokens."""
+
+    def __init__(self, max_num_batched_tokens: int) -> None:
+        spec = SimpleNamespace(moe=MoeDims(8, 2, 16, 0, 0, has_bias=True))
+        limits = SimpleNamespace(max_num_batched_tokens=max_num_batched_tokens, max_model_len=65536, spec=spec)
+        self._options: Any = limits
+        self._boot: Any = SimpleNamespace(model=SimpleNamespace(modules=list))
+        self._vocab = 1 << 20
+        self.ran: list[tuple[Any, ...]] = []
+
+    def _step(self, shot: Shot, tokens: Any = None) -> None:
+        self.ran.append((shot.requests, tuple(tokens.tolist()), str(tokens.dtype)))
+
+
+@pytest.mark.parametrize(("most", "count"), [(4096, 4096), (32768, 16384)])
+def test_loads_are_evened_on_tokens_that_no_other_pass_has(
+    monkeypatch: pytest.MonkeyPatch, most: int, count: int
+) -> None:
+    torch = pytest.importorskip("torch")
+
+    def even_loads(model: Any, moe: MoeDims, run: Any) -> dict[str, int]:
+        run()
+        run()
+        return {"routers": 1}
+
+    monkeypatch.setattr("profiler.engines.vllm_support.balance.even_loads", even_loads)
+    engine = Evened(most)
+    assert engine._even_loads() == {"routers": 1}
+    (requests, first, kind), (_, second, _) = engine.ran
+    assert requests == ((count, 0),) and kind == "int32" and len(first) == len(second) == count
+    of_passes = torch.randint(0, 1 << 20, (count,), generator=torch.Generator().manual_seed(state.SEED)).tolist()
+    same = [
+        sum(a == b for a, b in zip(one, other, strict=True))
+        for one, other in ((first, second), (first, of_passes), (second, of_passes))
+    ]
+    assert max(same) < count / 100

@@ -22,31 +22,27 @@ _DECAY: Final = 0.98
 
 
 def balance(model: Any, moe: MoeDims, run: Callable[[], object]) -> dict[str, float]:
-    """Sets the bias of every router of `model` in place; run() sends some thousand tokens through it, not compiled.
+    """Sets the bias of every router of `model` in place; run() sends some thousand tokens through it, not compiled,
+    and others each time: a batch that loads were evened on fills the tiles of the expert kernels as no other does.
 
     Returns the number of routers and of tokens, and the spread of an expert's load (standard deviation over mean, mean
-    of the routers) before and after. Raises AcquisitionError where no router with a bias was run.
+    of the routers) before and after, the latter of tokens that had no part in it. Raises AcquisitionError where no
+    router with a bias was run.
     """
-    first: list[float] = []
-    last: list[float] = []
-    tokens = 0
-    for _ in range(_ROUNDS):
-        last = []
+    spreads: list[float] = []
+    for step in range(_ROUNDS + 1):
         seen = _logits(model, run)
-        for bias, logits in seen:
-            tokens = logits.shape[0]
-            found, before, after = even_bias(logits, moe, bias)
-            bias.data.copy_(found)
-            last.append(after)
-            if len(first) < len(seen):
-                first.append(before)
-    if not last:
-        raise AcquisitionError("no router with a correction bias ran, so loads are not evened")
+        if not seen:
+            raise AcquisitionError("no router with a correction bias ran, so loads are not evened")
+        spreads.append(sum(spread_of_loads(logits, moe, bias.float()) for bias, logits in seen) / len(seen))
+        if step < _ROUNDS:
+            for bias, logits in seen:
+                bias.data.copy_(even_bias(logits, moe, bias))
     return {
-        "routers": len(last),
-        "tokens": tokens,
-        "spread_before": round(sum(first) / len(first), 4),
-        "spread_after": round(sum(last) / len(last), 4),
+        "routers": len(seen),
+        "tokens": seen[0][1].shape[0],
+        "spread_before": round(spreads[0], 4),
+        "spread_after": round(spreads[-1], 4),
     }
 
 
@@ -76,28 +72,39 @@ def uncompiled(model: Any) -> Iterator[None]:
             module.do_not_compile = False
 
 
-def even_bias(logits: Any, moe: MoeDims, bias: Any) -> tuple[Any, float, float]:
-    """A bias (E,) that evens the loads of logits (T, E), with the spreads under `bias` and under it."""
+def even_bias(logits: Any, moe: MoeDims, bias: Any) -> Any:
+    """A bias (E,), found from `bias` on, that evens the loads of logits (T, E)."""
+    import torch
+
+    best = current = bias.detach().float().clone()
+    least = float("inf")
+    rate = _RATE * float(torch.sigmoid(logits.float()).std())
+    for _ in range(_STEPS):
+        excess = _excess(logits, moe, current)
+        spread = float(excess.std(correction=0))
+        if spread < least:
+            best, least = current, spread
+        current = current - rate * excess.clamp(-1.0, 1.0)
+        rate *= _DECAY
+    return best
+
+
+def spread_of_loads(logits: Any, moe: MoeDims, bias: Any) -> float:
+    """Standard deviation over mean of how many of the tokens of logits (T, E) pick each expert under `bias` (E,)."""
+    return float(_excess(logits, moe, bias).std(correction=0))
+
+
+def _excess(logits: Any, moe: MoeDims, bias: Any) -> Any:
+    """(E,): by how much each expert's load exceeds the mean, in parts of it."""
     import torch
 
     from profiler.ops.moe import grouped_topk
 
-    best = current = bias.detach().float().clone()
-    before = after = float("inf")
-    rate = _RATE * float(torch.sigmoid(logits.float()).std())
-    for step in range(_STEPS):
-        _, ids = grouped_topk(
-            logits, moe.topk, n_group=moe.n_group, topk_group=moe.topk_group, scoring=moe.scoring, bias=current
-        )
-        loads = torch.bincount(ids.flatten(), minlength=logits.shape[1]).float()
-        excess = loads / loads.mean() - 1.0
-        spread = float(excess.std(correction=0))
-        before = spread if step == 0 else before
-        if spread < after:
-            best, after = current, spread
-        current = current - rate * excess.clamp(-1.0, 1.0)
-        rate *= _DECAY
-    return best, before, after
+    _, ids = grouped_topk(
+        logits, moe.topk, n_group=moe.n_group, topk_group=moe.topk_group, scoring=moe.scoring, bias=bias
+    )
+    loads = torch.bincount(ids.flatten(), minlength=logits.shape[1]).float()
+    return loads / loads.mean() - 1.0
 
 
 def _routers(model: Any) -> Iterator[tuple[Any, Any]]:
