@@ -22,6 +22,8 @@ from profiler.core.wider_experts import wider_table
 TABLES = {
     "deepseek-ai/DeepSeek-V3.2-Exp": "fp8",
     "zai-org/GLM-5-FP8": "fp8",
+    "zai-org/GLM-5": "bf16",
+    "zai-org/GLM-5.2": "bf16",
     "MiniMaxAI/MiniMax-M3": "bf16",
 }
 FIRST = 64
