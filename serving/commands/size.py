@@ -68,7 +68,8 @@ def command(
 ) -> None:
     """Search the highest rate of every layout of MODEL within an SLO, and size --rate if it is given.
 
-    Exit code 5 when no layout keeps the SLO; the message says the nearest and what limits it.
+    Exit code 5 when no layout keeps the SLO; the message says the nearest and what limits it. When no layout could be
+    replayed the exit code is that of the refusals, as of a sweep.
     """
     from profiler.core.errors import CapacityError, ConfigError
     from profiler.core.paths import default_bundle_root
@@ -76,6 +77,7 @@ def command(
     from serving.pricing import read_prices
     from serving.report.terminal import print_results, print_tables
     from serving.routers import create_router
+    from serving.sweeps.refusal import nothing_ran
     from serving.sweeps.results import read_results
     from serving.sweeps.size import size
     from serving.sweeps.slo import slo_of
@@ -113,7 +115,7 @@ def command(
             sweep, folder, rate_per_s=rate_per_s, tolerance=tolerance, workers=workers, prices=paid, progress=progress
         )
     if not found.met:
-        raise CapacityError(found.verdict[0])
+        raise nothing_ran(found.rows) or CapacityError(found.verdict[0])
     answer = read_results(folder)[0]["size"]
     print_tables(found.verdict, answer["text"], [*answer["tables"], answer["front"]], sys.stdout)
     print_results([row for row in found.rows if row["status"] != "limit"], sys.stdout)

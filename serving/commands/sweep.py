@@ -36,11 +36,16 @@ def command(
 
     Layouts that break a rule or do not fit become rows with the reason. Finished points are kept in the folder as they
     finish, so that the same command goes on after a crash.
+
+    When no point is done (in a screen: nothing fits) the table is written all the same, and the exit code is that of
+    the refusals: 5 where nothing fits, 3 where tables lack, 4 where they are refused, 2 otherwise or where points
+    differ, 1 when workers failed.
     """
     from profiler.core.errors import ConfigError
     from serving.pricing import read_prices
     from serving.report.load import doubts
     from serving.report.terminal import print_results
+    from serving.sweeps.refusal import nothing_ran
     from serving.sweeps.run import run_sweep
     from serving.sweeps.spec import read_sweep
 
@@ -54,6 +59,8 @@ def command(
         )  # fmt: skip
     click.echo(f"{outcome.ran} points run, {outcome.resumed} found finished; table in {outcome.table}", err=True)
     print_results(outcome.rows, sys.stdout, doubts(outcome.rows))
+    if error := nothing_ran(outcome.rows):
+        raise error
 
 
 @contextmanager

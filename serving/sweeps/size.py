@@ -16,6 +16,7 @@ from serving.sweeps.executor import run_local
 from serving.sweeps.intervals import mean_and_halfwidth
 from serving.sweeps.measure import measured
 from serving.sweeps.points import Candidate, Job, Refused, jobs, layouts, memory_columns
+from serving.sweeps.refusal import nothing_ran
 from serving.sweeps.results import ANSWER, Journal, disk_error, write_table
 from serving.sweeps.run import asked_of, bundle_digests, default_workers, projections, refused_row
 from serving.sweeps.search import Search, searched
@@ -75,7 +76,7 @@ def size(
     """Search every layout and seed of `sweep` (its rates are unused), then size `rate_per_s` where it is given.
 
     Results go to `folder` as those of a sweep, with size.json beside them; an interrupted search goes on. Raises
-    ConfigError for bad input and when no layout may run, SparsightError when the disk is full.
+    ConfigError for bad input, the error of the refusals when no layout may run, SparsightError when the disk is full.
     """
     if sweep.slo is None or sweep.workload is None:
         raise ConfigError("a size needs a workload and an SLO")
@@ -89,7 +90,9 @@ def size(
     judged = list(layouts(sweep))
     candidates = {one.layout: one for one in judged if isinstance(one, Candidate)}
     if not candidates:
-        raise ConfigError(_nothing_to_run(judged))
+        error = nothing_ran([refused_row(one) for one in judged if isinstance(one, Refused)])
+        assert error is not None
+        raise error
     with Journal(folder, _header(sweep, rate_per_s, tolerance)) as journal:
         refused = {f"layout {n}": one for n, one in enumerate(judged) if isinstance(one, Refused)}
         journal.add_all(
@@ -112,13 +115,6 @@ def size(
         raise disk_error(folder, error, len(rows)) from None
     write_table(folder, rows, "csv")
     return Sized(tuple(answer["verdict"]), bool(limits), rows)
-
-
-def _nothing_to_run(judged: Sequence[Candidate | Refused]) -> str:
-    reasons = [one for one in judged if isinstance(one, Refused)]
-    closest = max(reasons, key=lambda one: one.placement.budget.kv_available_gib if one.placement else -math.inf)
-    hint = f"; try {closest.suggestion}" if closest.suggestion else ""
-    return f"no layout may run; nearest: {closest.layout.label}: {closest.reason}{hint}"
 
 
 def _header(sweep: Sweep, rate_per_s: float | None, tolerance: float) -> dict[str, Any]:

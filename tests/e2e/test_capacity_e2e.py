@@ -186,6 +186,15 @@ def test_the_screen_needs_no_tables(tmp_path):
     assert run("report", tmp_path / "out", "--output", tmp_path / "r.html").returncode == 0
 
 
+def test_a_screen_in_which_nothing_fits_has_its_table_and_the_code_of_capacity(tmp_path):
+    content = {"name": "s", "mode": "screen", "models": [MODEL], "hardware": ["H200"], "gpus": [1]}
+    (tmp_path / "screen.yaml").write_text(yaml.safe_dump(content))
+    done = run("sweep", tmp_path / "screen.yaml", "--output", tmp_path / "out")
+    assert done.returncode == 5, done.stderr
+    assert done.stderr.splitlines()[-1].startswith("error: no point ran (1 refused); nearest: tp1 dp1: the weights")
+    assert [row["kind"] for row in rows_of(tmp_path / "out")] == ["capacity"]
+
+
 def test_markdown_and_csv_say_what_the_terminal_says(swept, tmp_path):
     for name in ("r.md", "r.csv"):
         assert run("report", swept[0], "--output", tmp_path / name).returncode == 0
@@ -219,7 +228,8 @@ def test_projected_tables_are_refused_unless_asked_for_and_marked_everywhere(tmp
     priced.bundle(tmp_path / "bundles", provenance="projected", projection=note)
     changes = {"placements": [{"dp": 8, "ep": 8}], "rates_per_s": [0.5], "seeds": [1]}
     done = run("sweep", spec_of(tmp_path, tmp_path / "bundles", **changes), "--output", tmp_path / "no")
-    assert done.returncode == 0 and "--allow-projected" in done.stdout
+    assert done.returncode == 4 and "--allow-projected" in done.stdout
+    assert "error: no point ran (1 refused); nearest: tp1 dp8 ep8: " in done.stderr
     assert {row["kind"] for row in rows_of(tmp_path / "no")} == {"contract"}
     spec = spec_of(tmp_path, tmp_path / "bundles", **changes, allow_projected=True)
     assert run("sweep", spec, "--output", tmp_path / "yes").returncode == 0

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from profiler.core.errors import ConfigError, SparsightError
+from profiler.core.errors import CapacityError, ConfigError, ContractError, CoverageError, SparsightError
 from profiler.core.registry import load_model
 from profiler.core.types import Parallel
 from serving.placement import splits
@@ -18,9 +18,10 @@ from serving.report.figures import capacity, pareto, refusals
 from serving.sweeps import run as run_module
 from serving.sweeps import search as search_module
 from serving.sweeps.points import Candidate, Refused, jobs, layouts
+from serving.sweeps.refusal import nothing_ran
 from serving.sweeps.results import Journal, csv_text, read_results
 from serving.sweeps.search import Search, searched
-from serving.sweeps.size import Limit, needs
+from serving.sweeps.size import Limit, needs, size
 from serving.sweeps.spec import read_sweep
 from serving.sweeps.traffic import open_traffic
 
@@ -279,3 +280,52 @@ def test_header_tells_what_results_depend_on(tmp_path):
     header = run_module._header(sweep_of(tmp_path))
     assert json.loads(json.dumps(header))["sweep"]["slo"]["ttft_ms"] == 1000
     assert f"H200/{MODEL}/fp8" in header["bundles"]
+
+
+def refused_as(*kinds):
+    """Rows of layouts (kind) and of points ("point: kind"), with more KV from row to row."""
+    rows = []
+    for place, named in enumerate(kinds):
+        kind = named.removeprefix("point: ")
+        split = {"tp": 1, "pp": 1, "dp": place + 1, "ep": 1}
+        status = {"worker": "failed", "done": "done", "fits": "fits"}.get(kind, "refused")
+        key = "k" if kind != named else None
+        rows.append({"key": key, "status": status, "kind": kind, "reason": f"since {kind}", "kv_available_gib": place})
+        rows[-1] |= split
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("kinds", "error", "nearest"),
+    [
+        (["capacity", "capacity"], CapacityError, "tp1 dp2: since capacity"),
+        (["capacity", "illegal", "not launchable", "left out"], CapacityError, "tp1 dp1: since capacity"),
+        (["illegal", "left out"], ConfigError, "tp1 dp2: since left out"),
+        (["point: coverage", "capacity", "input"], CoverageError, "tp1 dp1: since coverage"),
+        (["point: coverage", "point: contract"], ConfigError, "tp1 dp2: since contract"),
+        (["point: contract"], ContractError, "tp1 dp1: since contract"),
+        (["point: input", "capacity"], ConfigError, "tp1 dp1: since input"),
+        (["point: worker", "point: coverage"], SparsightError, "tp1 dp1: since worker"),
+    ],
+)
+def test_where_nothing_ran_the_points_that_came_furthest_give_the_error(kinds, error, nearest):
+    found = nothing_ran(refused_as(*kinds))
+    assert type(found) is error
+    failed = sum("worker" in kind for kind in kinds)
+    tally = f"{failed} failed, " * bool(failed) + f"{len(kinds) - failed} refused"
+    assert str(found) == f"no point ran ({tally}); nearest: {nearest}"
+
+
+def test_one_result_is_enough_and_room_that_is_not_known_is_never_nearest():
+    assert nothing_ran([]) is None
+    assert nothing_ran(refused_as("capacity", "point: done")) is None
+    assert nothing_ran(refused_as("capacity", "fits")) is None
+    unknown, known = refused_as("input", "input")
+    assert "tp1 dp2" in str(nothing_ran([unknown | {"kv_available_gib": None}, known | {"kv_available_gib": -9.0}]))
+
+
+def test_a_search_without_a_layout_that_fits_is_one_of_capacity(tmp_path):
+    sweep = sweep_of(tmp_path, gpus=[1], placements=[{"tp": 1}])
+    with pytest.raises(CapacityError, match=r"no point ran \(1 refused\); nearest: tp1 dp1: the weights need .* try "):
+        size(sweep, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
