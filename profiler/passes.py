@@ -78,19 +78,21 @@ class ExpertPasses:
     """All experts of a rank (ep 1) in whole passes, ascending by tokens.
 
     rows: microseconds of one call, keyed by (ep, tokens, experts that one token reaches, pairs), which is the least
-    that such a pass has read. passes: how many passes stand behind each number of tokens.
+    that such a pass has read. passes: how many passes stand behind each number of tokens. reached: experts that its
+    passes reached, where all of them were counted.
     """
 
     rows: tuple[Row, ...] = ()
     passes: Mapping[int, int] = field(default_factory=dict)
+    reached: Mapping[int, float] = field(default_factory=dict)
 
     def cells(self, moe: MoeDims) -> list[Cell]:
-        """Rows of the table. Their activated experts are those expected of independent tokens, to a hundredth (to a
-        whole one, two tokens would be 1.6 % off): how many a pass reached was not counted."""
+        """Rows of the table. Their activated experts are those that were counted, or else those expected of independent
+        tokens, to a hundredth (to a whole one, two tokens would be 1.6 % off)."""
         found: list[Cell] = []
         for row in self.rows:
             ep, tokens, _, pairs = (int(value) for value in row.key)
-            reached = round(activated_experts(moe, ep, tokens), 2)
+            reached = round(self.reached.get(tokens, activated_experts(moe, ep, tokens)), 2)
             spread = round(row.spread_rel, 4)
             found.append((row.name, ep, tokens, reached, pairs, float(f"{row.time_us:.6g}"), spread))
         return found
@@ -105,7 +107,7 @@ def experts_of_passes(measured: Latest, spec: ModelSpec, info: EngineInfo, bindi
     fewest requests would be no better than any other. Passes on either attention path count: the experts see neither,
     and of 257 to 1,024 tokens both take the same within 0.2 %. Passes that ask for the dense path and run another are
     no cells (`profiler.bind.never_dense`). The spread is (p90 - p10) / median over the passes, of a single one that of
-    its repeats.
+    its repeats. Experts reached are the median over the same passes, where all were counted.
     """
     moe = spec.moe
     if moe is None or not info.whole_forward:
@@ -118,21 +120,25 @@ def experts_of_passes(measured: Latest, spec: ModelSpec, info: EngineInfo, bindi
             key = (1, shot.new_tokens, moe.topk, shot.new_tokens * moe.topk)
             shots[index] = replace(shot, fills=(Fill(EXPERTS, key, names),))
             ran.append(result)
-    return _joined(bind(ran, shots, spec, info, binding).rows)
+    of_each = [(row, one.reached_experts) for one in ran for row in bind([one], shots, spec, info, binding).rows]
+    return _joined(of_each)
 
 
-def _joined(rows: Iterable[Row]) -> ExpertPasses:
-    """One row of each component and key, from those of single passes."""
-    of_key: dict[tuple[int, str], list[Row]] = defaultdict(list)
-    for row in rows:
-        of_key[int(row.key[1]), row.name].append(row)
-    found, passes = [], {}
+def _joined(rows: Iterable[tuple[Row, float | None]]) -> ExpertPasses:
+    """One row of each component and key, from those of single passes and the experts that these reached."""
+    of_key: dict[tuple[int, str], list[tuple[Row, float | None]]] = defaultdict(list)
+    for row, experts in rows:
+        of_key[int(row.key[1]), row.name].append((row, experts))
+    found, passes, reached = [], {}, {}
     for (tokens, _), own in sorted(of_key.items()):
-        times = [row.time_us for row in own]
-        spread = spread_rel(times) if len(own) > 1 else own[0].spread_rel
-        found.append(replace(own[0], time_us=median(times), spread_rel=spread))
+        first, times = own[0][0], [row.time_us for row, _ in own]
+        spread = spread_rel(times) if len(own) > 1 else first.spread_rel
+        found.append(replace(first, time_us=median(times), spread_rel=spread))
         passes[tokens] = len(own)
-    return ExpertPasses(tuple(found), passes)
+        counts = [experts for _, experts in own if experts is not None]
+        if len(counts) == len(own):
+            reached[tokens] = median(counts)
+    return ExpertPasses(tuple(found), passes, reached)
 
 
 def with_passes(cells: Iterable[Cell], passes: Iterable[Cell]) -> list[Cell]:
@@ -142,12 +148,16 @@ def with_passes(cells: Iterable[Cell], passes: Iterable[Cell]) -> list[Cell]:
     Others, of uneven popularity, stay, and so does every other degree of expert parallelism.
     """
     there, new = list(cells), list(passes)
-    replaced = {cell[:_ACTIVATED] for cell in new}
+    reached = {cell[:_ACTIVATED]: float(cell[_ACTIVATED]) for cell in new}
     most: dict[Cell, float] = defaultdict(float)
     for cell in there:
         most[cell[:_ACTIVATED]] = max(most[cell[:_ACTIVATED]], float(cell[_ACTIVATED]))
-    kept = [c for c in there if c[:_ACTIVATED] not in replaced or float(c[_ACTIVATED]) < most[c[:_ACTIVATED]]]
-    return kept + new
+
+    def stays(cell: Cell) -> bool:
+        own, experts = cell[:_ACTIVATED], float(cell[_ACTIVATED])
+        return own not in reached or experts < min(most[own], reached[own])
+
+    return [cell for cell in there if stays(cell)] + new
 
 
 def cells_of_passes(table: Table, origins: Iterable[Mapping[str, Any]]) -> list[Cell]:
@@ -169,10 +179,19 @@ def origin_of(passes: ExpertPasses, run: str, kv_layout: str) -> dict[str, Any]:
         "tokens": " ".join(map(str, passes.passes)),
         "passes": " ".join(map(str, passes.passes.values())),
         "time_us": "measured, median over the passes of as many tokens",
-        "activated_experts": "computed, those expected of independent tokens",
+        "activated_experts": _how_counted(passes),
         "kv_layout": kv_layout,
         "run": run,
     }
+
+
+def _how_counted(passes: ExpertPasses) -> str:
+    counted = len(passes.reached)
+    if not counted:
+        return "computed, those expected of independent tokens"
+    if counted == len(passes.passes):
+        return "counted, median over the passes of as many tokens"
+    return f"counted at {counted} of {len(passes.passes)} numbers of tokens, computed at the others"
 
 
 def remaining_origin(origin: Mapping[str, Any], newer: ExpertPasses) -> dict[str, Any]:

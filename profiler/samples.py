@@ -2,8 +2,9 @@
 
 A file is a chain of gzip members, so it is appended to shot by shot and a killed run loses at most what was in flight.
 Decompressed it is text: a run starts with a line `#run` and a JSON object (what ran, and its shots), then the CSV
-header, then one row per sample; a failed shot is one row with its reason in the last column. Power samples of a run are
-a line `#power` and a JSON object. Several runs may follow each other, in one file or in several.
+header, then one row per sample; a failed shot is one row with its reason in the last column. A line `#reached` has the
+number of a pass and how many experts its tokens picked. Power samples of a run are a line `#power` and a JSON object.
+Several runs may follow each other, in one file or in several.
 """
 
 import csv
@@ -24,6 +25,7 @@ from profiler.engines.base import EngineInfo, KernelSample, ShotResult
 FORMAT: Final = 1
 _MARK: Final = "#run "
 _POWER_MARK: Final = "#power "
+_REACHED_MARK: Final = "#reached "
 _COLUMNS: Final = ("shot_index", "repeat", "module", "kernel", "duration_us", "launches", "failure")
 
 
@@ -99,6 +101,8 @@ def _header(run: Run) -> str:
 
 def _rows(result: ShotResult) -> str:
     stream = io.StringIO()
+    if result.reached_experts is not None:
+        stream.write(f"{_REACHED_MARK}{result.shot_index} {result.reached_experts!r}\n")
     writer = csv.writer(stream, lineterminator="\n")
     for s in result.samples:
         writer.writerow((s.shot_index, s.repeat, _line(s.module), _line(s.kernel), repr(s.duration_us), s.launches, ""))
@@ -176,10 +180,11 @@ def _parse(path: Path, text: str) -> list[Run]:
     runs: list[Run] = []
     samples: dict[int, list[KernelSample]] = {}
     failures: dict[int, str] = {}
+    reached: dict[int, float] = {}
     for number, row in enumerate(text.rstrip("\n").split("\n"), start=1):
         if row.startswith(_MARK):
-            _finish(runs, samples, failures)
-            samples, failures = {}, {}
+            _finish(runs, samples, failures, reached)
+            samples, failures, reached = {}, {}, {}
             runs.append(_run(path, number, row.removeprefix(_MARK)))
             continue
         if row == ",".join(_COLUMNS):
@@ -192,24 +197,46 @@ def _parse(path: Path, text: str) -> list[Run]:
             except ValueError:
                 raise ConfigError(f"{path}:{number}: power samples that are no JSON") from None
             continue
+        if row.startswith(_REACHED_MARK):
+            index, experts = _reached(path, number, row, len(runs[-1].shots))
+            reached[index] = experts
+            continue
         try:
-            index, repeat, module, kernel, duration, launches, failure = next(csv.reader([row]))
-            sample = KernelSample(int(index), int(repeat), module, kernel, float(duration), int(launches))
+            shot, repeat, module, kernel, duration, launches, failure = next(csv.reader([row]))
+            sample = KernelSample(int(shot), int(repeat), module, kernel, float(duration), int(launches))
         except (ValueError, StopIteration):
             raise ConfigError(f"{path}:{number}: not a sample: {row[:80]!r}") from None
         if not 0 <= sample.shot_index < len(runs[-1].shots):
-            raise ConfigError(f"{path}:{number}: shot {index} of {len(runs[-1].shots)}")
+            raise ConfigError(f"{path}:{number}: shot {shot} of {len(runs[-1].shots)}")
         if failure:
             failures[sample.shot_index] = failure
         else:
             samples.setdefault(sample.shot_index, []).append(sample)
-    _finish(runs, samples, failures)
+    _finish(runs, samples, failures, reached)
     return runs
 
 
-def _finish(runs: Sequence[Run], samples: Mapping[int, list[KernelSample]], failures: Mapping[int, str]) -> None:
+def _reached(path: Path, number: int, row: str, shots: int) -> tuple[int, float]:
+    """(number of the shot, experts that it reached) of a line of counts."""
+    try:
+        shot, experts = row.removeprefix(_REACHED_MARK).split(" ")
+        index, count = int(shot), float(experts)
+    except ValueError:
+        raise ConfigError(f"{path}:{number}: not a count of experts: {row[:80]!r}") from None
+    if not (0 <= index < shots and 0 < count < float("inf")):
+        raise ConfigError(f"{path}:{number}: not a count of experts of one of {shots} shots: {row[:80]!r}")
+    return index, count
+
+
+def _finish(
+    runs: Sequence[Run],
+    samples: Mapping[int, list[KernelSample]],
+    failures: Mapping[int, str],
+    reached: Mapping[int, float],
+) -> None:
     for index in sorted(samples.keys() | failures.keys()):
-        runs[-1].results[index] = ShotResult(index, tuple(samples.get(index, ())), failures.get(index))
+        own = tuple(samples.get(index, ()))
+        runs[-1].results[index] = ShotResult(index, own, failures.get(index), reached.get(index))
 
 
 def _run(path: Path, number: int, text: str) -> Run:

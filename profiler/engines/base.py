@@ -111,11 +111,16 @@ class KernelSample:
 
 @dataclass(frozen=True, slots=True)
 class ShotResult:
-    """Everything measured for one shot; `failure` holds the reason (and samples may be empty) when it did not run."""
+    """Everything measured for one shot; `failure` holds the reason (and samples may be empty) when it did not run.
+
+    reached_experts: distinct routed experts that the tokens of a whole pass picked, mean over its layers with experts;
+    None where nobody counted.
+    """
 
     shot_index: int
     samples: tuple[KernelSample, ...]
     failure: str | None = None
+    reached_experts: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

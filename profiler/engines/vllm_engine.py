@@ -102,6 +102,7 @@ class VllmEngine:
         self._finished: set[str] = set()
         self._steps = 0
         self._routing = self._even_loads()
+        self._experts_reached = balance.Counter(self._boot.model, options.spec.moe)
 
     def info(self) -> EngineInfo:
         import torch
@@ -167,16 +168,16 @@ class VllmEngine:
                 yield from (ShotResult(i, (), lost) for i in indices[position:])
                 return
             failures: dict[int, str] = {}
-            pass_ms: dict[int, float] = {}
+            warm: dict[int, tuple[float, float | None]] = {}
             started = time.monotonic()
             window: list[int] = []
             while position < len(indices) and len(window) < SHOTS_PER_WINDOW and time.monotonic() - started < WINDOW_S:
                 window.append(indices[position])
-                pass_ms[window[-1]] = self._warm(shots[window[-1]], warmup, window[-1], failures)
+                warm[window[-1]] = self._warm(shots[window[-1]], warmup, window[-1], failures)
                 position += 1
             self._spent_s["warm-up"] += time.monotonic() - started
             samples: dict[int, list[KernelSample]] = defaultdict(list)
-            todo = {i: range(repeats.first(wanted, pass_ms[i])) for i in window if i not in failures}
+            todo = {i: range(repeats.first(wanted, warm[i][0])) for i in window if i not in failures}
             lost = _device_lost(failures.values())
             while todo and not lost:
                 for index, sample in self._timed(shots, todo, failures):
@@ -185,7 +186,7 @@ class VllmEngine:
                 left = {i: repeats.further(samples[i], wanted) for i in todo if i not in failures}
                 todo = {i: further for i, further in left.items() if further}
             for index in window:
-                yield ShotResult(index, tuple(samples.get(index, ())), failures.get(index, lost))
+                yield ShotResult(index, tuple(samples.get(index, ())), failures.get(index, lost), warm[index][1])
 
     def close(self) -> None:
         import torch
@@ -240,21 +241,25 @@ class VllmEngine:
         print(f"kernels are read from {what}", file=sys.stderr)
         return found
 
-    def _warm(self, shot: Shot, times: int, index: int, failures: dict[int, str]) -> float:
-        """Milliseconds of the last untimed run; a failure goes to `failures`."""
+    def _warm(self, shot: Shot, times: int, index: int, failures: dict[int, str]) -> tuple[float, float | None]:
+        """Milliseconds of the last untimed run, and the experts that a pass reached, as the first of them counts; a
+        failure goes to `failures`."""
         import torch
 
-        last = 0.0
+        last, reached = 0.0, None
         try:
-            for _ in range(max(1, times)):
+            for run in range(max(1, times)):
                 started = time.monotonic()
-                self._step(shot)
+                if run == 0 and shot.moe is None:
+                    reached = self._experts_reached.reached(lambda: self._step(shot))
+                else:
+                    self._step(shot)
                 torch.cuda.synchronize()
                 last = (time.monotonic() - started) * 1e3
         except Exception as error:
             self._boot.runner.execute_model_state = None
             failures[index] = f"{type(error).__name__}: {error}"
-        return last
+        return last, reached
 
     def power(self, targets: Sequence[PowerTarget], seconds: float) -> Mapping[str, Any]:
         """Power and clocks of every target, each repeated for `seconds`, as vllm_support/power.py returns them."""

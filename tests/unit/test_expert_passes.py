@@ -1,6 +1,7 @@
 """All experts together (ep 1) as whole passes have them, beside the slices that were called alone."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,14 @@ from profiler.core.registry import load_model
 from profiler.core.shots import MoeBatch, Shot
 from profiler.engines.base import EngineInfo, EngineOptions, KernelSample, ShotResult, find_binding
 from profiler.kernels._axes import GRIDS
-from profiler.passes import ExpertPasses, cells_of_passes, experts_of_passes, remaining_origin, with_passes
+from profiler.passes import (
+    ExpertPasses,
+    cells_of_passes,
+    experts_of_passes,
+    origin_of,
+    remaining_origin,
+    with_passes,
+)
 from profiler.visits import Latest
 
 LAYOUTS = {
@@ -136,8 +144,13 @@ def test_a_cell_is_the_median_over_the_passes_of_as_many_tokens(call: Any, tmp_p
     assert 1_016.0 < found < 1_016.0 + most, "neither the pass of fewest keys nor that of most"
 
 
-def passes_of(tmp: Path, shots: dict[Shot, float], settings: Mapping[str, Any] | None = None) -> ExpertPasses:
-    """`experts_of_passes` of single passes with the time of their experts."""
+def passes_of(
+    tmp: Path,
+    shots: dict[Shot, float],
+    settings: Mapping[str, Any] | None = None,
+    reached: Sequence[float | None] = (),
+) -> ExpertPasses:
+    """`experts_of_passes` of single passes with the time of their experts, and how many of these they reached."""
     spec = load_model(SMALL, small_root(tmp))
     kinds = tuple(kind.name for kind in spec.layers[:4])
     info = EngineInfo("reference", {}, {}, LAYOUTS["bf16"], "bf16", kinds, True, settings or {})
@@ -145,6 +158,8 @@ def passes_of(tmp: Path, shots: dict[Shot, float], settings: Mapping[str, Any] |
         index: ShotResult(index, (KernelSample(index, 0, "moe", "experts", us, 1),), None if us else "out of memory")
         for index, us in enumerate(shots.values())
     }
+    for index, experts in enumerate(reached):
+        results[index] = replace(results[index], reached_experts=experts)
     return experts_of_passes(Latest(list(shots), results, {}), spec, info, find_binding(info, "serving"))
 
 
@@ -310,3 +325,34 @@ def test_divided_experts_of_another_layouts_bundle_are_added(call: Any, tmp_path
     assert after.meta["grid"]["tp2/moe"]["from"]["kv_layout"] == "fp8_ds_mla"
     result = call("--tp", "4", *slice_of, one_table=True)
     assert "has no table tp4/moe" in str(result.exception)
+
+
+def test_experts_that_passes_reached_stand_in_the_table_where_all_were_counted(tmp_path: Path) -> None:
+    spec = load_model(SMALL, small_root(tmp_path))
+    assert spec.moe is not None
+    shots = {
+        Shot((), ((3, 0),)): 30.0,
+        Shot((), ((3, 8),)): 36.0,
+        Shot((), ((2, 0), (1, 5))): 99.0,
+        Shot((), ((1, 5),) * 4): 40.0,
+        Shot((), ((4, 0),)): 44.0,
+    }
+    found = passes_of(tmp_path, shots, reached=(8.0, 9.5, 9.0, 11.0, None))
+    assert found.reached == {3: 9.0}
+    assert [cell[3] for cell in found.cells(spec.moe)] == [9.0, round(activated_experts(spec.moe, 1, 4), 2)]
+    how = "counted at 1 of 2 numbers of tokens, computed at the others"
+    assert origin_of(found, "run", "bf16")["activated_experts"] == how
+    all_counted = passes_of(tmp_path, shots, reached=(8.0, 9.5, 9.0, 11.0, 12.0))
+    assert all_counted.reached == {3: 9.0, 4: 11.5}
+    assert origin_of(all_counted, "run", "bf16")["activated_experts"].startswith("counted, median")
+    # The dense path was not run, so neither its time nor its count says anything.
+    odd = {Shot((), ((3, 0),)): 30.0, Shot((), ((3, 0),), "dense"): 60.0}
+    assert passes_of(tmp_path, odd, {"dense_prefill": "never"}, (8.0, 2.0)).reached == {3: 8.0}
+
+
+def test_a_draw_that_reached_more_than_the_passes_did_does_not_stand_beside_them() -> None:
+    cells = [("experts", 1, 16, n, 128, 10.0 * n, 0.0) for n in (22.0, 97.0, 104.0)]
+    new = ("experts", 1, 16, 95.5, 128, 998.0, 0.02)
+    merged = with_passes(cells, [new])
+    assert merged == [cells[0], new]
+    assert cells_of_passes(make_table("moe", merged), [{"ep": 1, "tokens": "16", "passes": "1"}]) == [new]

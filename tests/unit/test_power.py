@@ -2,6 +2,7 @@
 
 import time
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -240,6 +241,23 @@ def test_power_is_in_the_samples_file_behind_its_run(tmp_path: Path) -> None:
     _append(path, "#power {broken\n")
     with pytest.raises(ConfigError, match="power samples that are no JSON"):
         read_runs([path])
+
+
+def test_experts_that_a_pass_reached_are_in_the_samples_file(tmp_path: Path) -> None:
+    path, run = tmp_path / "s.csv.gz", run_of(shot(2, 1, 9), shot(2, 1, 30))
+    start_run(path, run)
+    counted = replace(run.results[0], reached_experts=88.5)
+    append_result(path, counted)
+    append_result(path, run.results[1])
+    assert list(read_runs([path])[0].results.values()) == [counted, run.results[1]]
+    from profiler.samples import _append
+
+    good = path.read_bytes()
+    for line in ("0", "0 x", "2 9.0", "-1 9.0", "0 -1.0", "0 nan"):
+        path.write_bytes(good)
+        _append(path, f"#reached {line}\n")
+        with pytest.raises(ConfigError, match=rf"s.csv.gz:\d+: not a count of experts.*{line}"):
+            read_runs([path])
 
 
 LINE = "NVIDIA H200, 580.1, 143771, 1980, 3201, 700.00, P0, 1965, 3201, 312.5, 41"

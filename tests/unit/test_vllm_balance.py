@@ -6,7 +6,14 @@ torch = pytest.importorskip("torch")
 
 from profiler.core.errors import AcquisitionError  # noqa: E402
 from profiler.core.types import MoeDims  # noqa: E402
-from profiler.engines.vllm_support.balance import balance, even_bias, spread_of_loads, uncompiled  # noqa: E402
+from profiler.engines.vllm_support.balance import (  # noqa: E402
+    Counter,
+    balance,
+    distinct_experts,
+    even_bias,
+    spread_of_loads,
+    uncompiled,
+)
 from profiler.ops.moe import grouped_topk  # noqa: E402
 
 GROUPED = MoeDims(64, 4, 32, 1, 32, n_group=8, topk_group=4, has_bias=True)
@@ -107,3 +114,47 @@ def test_hooks_of_a_compiled_model_are_seen_inside() -> None:
         raise RuntimeError("within")
     model(torch.zeros(1, 2))
     assert len(seen) == 1 and model[0].do_not_compile is False
+
+
+def test_experts_of_a_pass_are_counted_as_its_routers_pick_them() -> None:
+    model = torch.nn.ModuleList([Block(GROUPED, True), Block(GROUPED, False)])
+    biased = model[0].gate.e_score_correction_bias
+    biased.data[:16] = 1.0  # its first two groups alone are picked from
+    logits = popular(GROUPED)[:5]
+
+    def run() -> None:
+        for block in model:
+            block.gate(logits)
+
+    def picked(bias: torch.Tensor) -> int:
+        _, ids = grouped_topk(logits, GROUPED.topk, n_group=8, topk_group=4, bias=bias)
+        return len(set(ids.flatten().tolist()))
+
+    counts = [picked(bias.float()) for bias in (biased, model[1].e_score_correction_bias)]
+    assert counts[0] < counts[1] <= 5 * GROUPED.topk and counts[0] <= 16
+    assert distinct_experts(logits, GROUPED, biased.float()) == counts[0]
+    assert Counter(model, GROUPED).reached(run) == sum(counts) / 2
+    assert not any(block.gate._forward_hooks for block in model)
+
+
+def test_what_cannot_be_counted_is_told_once_and_runs_all_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    model, ran = torch.nn.ModuleList([Block(GROUPED, True)]), []
+
+    def run() -> None:
+        ran.append(1)
+        model[0].gate(popular(GROUPED)[:5, :32])  # half of the experts: no router of this model
+
+    model[0].gate.forward = lambda x: (x, None)
+    counter = Counter(model, GROUPED)
+    assert [counter.reached(run), counter.reached(run)] == [None, None]
+    assert len(ran) == 2 and capsys.readouterr().err.count("not counted") == 1
+    for without in (None, MoeDims(64, 4, 32, 1, 32)):
+        assert Counter(model, without).reached(run) is None
+    assert Counter(model, GROUPED).reached(lambda: ran.append(1)) is None
+    assert len(ran) == 5
+    with pytest.raises(RuntimeError, match="out of memory"):
+        Counter(model, GROUPED).reached(broken)
+
+
+def broken() -> None:
+    raise RuntimeError("out of memory")

@@ -179,6 +179,7 @@ class Fake(VllmEngine):
         self.ran: list[int] = []
         self.profiles: list[list[int]] = []
         self._recorder = self._record
+        self._experts_reached: Any = SimpleNamespace(reached=self._reached)
         self.times, self.broken = times, broken
 
     def _step(self, shot: Shot, tokens: Any = None) -> None:
@@ -186,6 +187,12 @@ class Fake(VllmEngine):
         if index in self.broken:
             raise RuntimeError(self.broken[index])
         self.ran.append(index)
+
+    def _reached(self, run: Any) -> float:
+        before = len(self.ran)
+        run()
+        assert len(self.ran) == before + 1
+        return 10.0 + self.ran[-1]
 
     def _record(self, block: Any) -> Any:
         before = len(self.ran)
@@ -219,6 +226,15 @@ def test_every_shot_comes_out_once_in_order_and_windows_are_bounded() -> None:
     assert all(len(r.samples) == 5 and r.failure is None for r in results)
     assert [len(set(profile)) for profile in engine.profiles] == [16, 16, 8]
     assert engine.ran.count(7) == 2 + 5
+
+
+@pytest.mark.usefixtures("no_device")
+@pytest.mark.parametrize("warmup", [1, 2])
+def test_experts_are_counted_in_a_run_that_is_not_timed(warmup: int) -> None:
+    engine = Fake({}, {3: "broken"})
+    results = list(engine.run(shots(5), warmup, 4))
+    assert [r.reached_experts for r in results] == [10.0, 11.0, 12.0, None, 14.0]
+    assert [engine.ran.count(i) for i in range(5)] == [warmup + 4] * 3 + [0, warmup + 4]
 
 
 @pytest.mark.usefixtures("no_device")

@@ -96,6 +96,12 @@ def spread_of_loads(logits: Any, moe: MoeDims, bias: Any) -> float:
 
 def _excess(logits: Any, moe: MoeDims, bias: Any) -> Any:
     """(E,): by how much each expert's load exceeds the mean, in parts of it."""
+    loads = _loads(logits, moe, bias)
+    return loads / loads.mean() - 1.0
+
+
+def _loads(logits: Any, moe: MoeDims, bias: Any) -> Any:
+    """(E,): how many of the tokens of logits (T, E) pick each expert under `bias` (E,)."""
     import torch
 
     from profiler.ops.moe import grouped_topk
@@ -103,8 +109,39 @@ def _excess(logits: Any, moe: MoeDims, bias: Any) -> Any:
     _, ids = grouped_topk(
         logits, moe.topk, n_group=moe.n_group, topk_group=moe.topk_group, scoring=moe.scoring, bias=bias
     )
-    loads = torch.bincount(ids.flatten(), minlength=logits.shape[1]).float()
-    return loads / loads.mean() - 1.0
+    return torch.bincount(ids.flatten(), minlength=logits.shape[1]).float()
+
+
+class Counter:
+    """How many experts the tokens of a pass pick, told by the routers of `model` while it runs.
+
+    A draw of few tokens reaches a tenth more or fewer experts than another, and takes as much longer or less long; with
+    the count a table can say what an average one takes.
+    """
+
+    def __init__(self, model: Any, moe: MoeDims | None) -> None:
+        self._model, self._moe = model, moe
+        self._possible = moe is not None and moe.has_bias
+
+    def reached(self, run: Callable[[], object]) -> float | None:
+        """Runs run(), which the caller does not time. Distinct experts, mean over the layers; None where no router ran
+        or where it cannot be counted, which is told once. Errors of run() itself are the caller's."""
+        if not self._possible or self._moe is None:
+            run()
+            return None
+        seen = _logits(self._model, run)
+        try:
+            counts = [distinct_experts(logits, self._moe, bias.float()) for bias, logits in seen]
+        except Exception as error:
+            print(f"warning: experts of passes are not counted: {type(error).__name__}: {error}", file=sys.stderr)
+            self._possible = False
+            return None
+        return sum(counts) / len(counts) if counts else None
+
+
+def distinct_experts(logits: Any, moe: MoeDims, bias: Any) -> int:
+    """How many experts at least one token of logits (T, E) picks under `bias` (E,)."""
+    return int((_loads(logits, moe, bias) > 0).sum())
 
 
 def _routers(model: Any) -> Iterator[tuple[Any, Any]]:
