@@ -13,14 +13,15 @@
 Every key that a file may have is a field of a class here or in serving/peer_config.py; any other is refused.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, ValidationError
 
-from profiler.core.errors import ConfigError
+from profiler.core.errors import ConfigError, SparsightError
 from profiler.core.hardware import Host, load_host
 from profiler.core.load import read_mapping
 from profiler.core.types import Parallel
@@ -127,11 +128,23 @@ class Links:
 
 
 @dataclass(frozen=True, slots=True)
+class Source:
+    """Where an instance is described, for messages. key: such as instances[0]; replicas share it."""
+
+    path: Path
+    key: str
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.key}"
+
+
+@dataclass(frozen=True, slots=True)
 class Instance:
     """One deployment of a model: parallel.dp engines of parallel.tp x parallel.pp GPUs each.
 
     memory and links are None where the hardware file has them. layers: only the first of the model, None for all.
-    role: "both" runs whole requests; "prefill" their prompts, "decode" what follows.
+    role: "both" runs whole requests; "prefill" their prompts, "decode" what follows. source: None where no file
+    describes it; no part of what the instance is.
     """
 
     model: str
@@ -144,6 +157,7 @@ class Instance:
     routing: Routing = Routing()
     layers: int | None = None
     role: Role = "both"
+    source: Source | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +197,7 @@ class Overrides:
 
     def given(self) -> dict[str, Any]:
         """The engine settings that are set, by the names of EngineSettings."""
-        names = [field.name for field in fields(self) if field.name != "router"]
+        names = [one.name for one in fields(self) if one.name != "router"]
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
 
@@ -288,8 +302,19 @@ def load_cluster(path: Path, overrides: Overrides | None = None) -> Cluster:
         cluster = peer_cluster(path, content, overrides)
     else:
         cluster = _ours(path, validated(ClusterFile, content, path), overrides)
-    _check(path, cluster)
+    _check(path, cluster, overrides)
     return cluster
+
+
+@contextmanager
+def naming(where: Source | str | None) -> Iterator[None]:
+    """Puts what a message is about in front of it: errors from within keep their class and so their exit code."""
+    try:
+        yield
+    except SparsightError as error:
+        if where is None:
+            raise
+        raise type(error)(f"{where}: {error}") from None
 
 
 def validated(schema: type[File], content: Mapping[str, Any], path: Path) -> File:
@@ -314,12 +339,13 @@ def _ours(path: Path, file: ClusterFile, overrides: Overrides) -> Cluster:
             hardware=one.hardware,
             variant=one.variant,
             parallel=Parallel(one.parallel.tp, one.parallel.pp, one.parallel.dp, one.parallel.ep),
-            engine=replace(_settings(path, one.engine), **overrides.given()),
+            engine=replace(_settings(Source(path, f"instances[{at}].engine"), one.engine), **overrides.given()),
             routing=_routing(path, one.routing),
             layers=one.layers,
             role=one.role,
+            source=Source(path, f"instances[{at}]"),
         )
-        for one in file.instances
+        for at, one in enumerate(file.instances)
         for _ in range(one.replicas)
     )
     link = KvTransfer()
@@ -345,13 +371,14 @@ def _routing(path: Path, routing: RoutingFile) -> Routing:
     )
 
 
-def _settings(path: Path, engine: EngineFile) -> EngineSettings:
-    try:
-        speculation = speculation_of(engine.speculative, path.parent) if engine.speculative else None
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
+def _settings(source: Source, engine: EngineFile) -> EngineSettings:
+    """source: of the engine block."""
+    folder = source.path.parent
+    with naming(source):
+        speculation = speculation_of(engine.speculative, folder) if engine.speculative else None
+        host = load_host(folder / engine.host_file) if engine.host_file else None
     if engine.host_file is not None and engine.host_overhead_us is not None:
-        raise ConfigError(f"{path}: host_file and host_overhead_us both say what the host takes; give one of them")
+        raise ConfigError(f"{source}: host_file and host_overhead_us both say what the host takes; give one of them")
     return EngineSettings(
         max_model_len_tokens=engine.max_model_len,
         max_num_batched_tokens=engine.max_num_batched_tokens,
@@ -367,7 +394,7 @@ def _settings(path: Path, engine: EngineFile) -> EngineSettings:
         available_kv_gib=engine.available_kv_gib,
         eager=engine.enforce_eager or engine.cudagraph_mode == "NONE",
         graph_mode=engine.cudagraph_mode,
-        capture_sizes=_capture_sizes(path, engine.cudagraph_capture_sizes),
+        capture_sizes=_capture_sizes(source, engine.cudagraph_capture_sizes),
         host_overhead_us=engine.host_overhead_us,
         async_scheduling=engine.async_scheduling,
         step_overhead_us=engine.step_overhead_us,
@@ -377,32 +404,32 @@ def _settings(path: Path, engine: EngineFile) -> EngineSettings:
         offload=KvOffload(**engine.kv_offload.model_dump()) if engine.kv_offload else None,
         shared_stream=engine.shared_experts_stream,
         sparse_mla_force_mqa=engine.sparse_mla_force_mqa,
-        host=load_host(path.parent / engine.host_file) if engine.host_file else None,
+        host=host,
     )
 
 
-def _capture_sizes(path: Path, sizes: list[int] | None) -> tuple[int, ...] | None:
+def _capture_sizes(source: Source, sizes: list[int] | None) -> tuple[int, ...] | None:
     if sizes is not None and sizes != sorted(set(sizes)):
-        raise ConfigError(f"{path}: cudagraph_capture_sizes must ascend, found {sizes}")
+        raise ConfigError(f"{source}.cudagraph_capture_sizes must ascend, found {sizes}")
     return None if sizes is None else tuple(sizes)
 
 
-def _check(path: Path, cluster: Cluster) -> None:
-    try:
+def _check(path: Path, cluster: Cluster, overrides: Overrides) -> None:
+    with naming("--router" if overrides.router else f"{path}: router"):
         create_router(cluster.router)
-        for one in cluster.instances:
+    for one in cluster.instances:
+        with naming("--scheduling-policy" if overrides.policy else f"{one.source}.engine.policy"):
             load_policy(one.engine.policy)
+        with naming(f"{one.source}.engine.all2all_backend"):
             sends(one.engine.all2all_backend)
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
     roles = {one.role for one in cluster.instances}
     if roles != {"both"} and roles != {"prefill", "decode"}:
         raise ConfigError(
             f"{path}: instances have the roles {', '.join(sorted(roles))}; either none has a role, or some are prefill "
             "and the others decode"
         )
-    for number, one in enumerate(cluster.instances):
-        where = f"{path}: instance {number}"
+    for one in cluster.instances:
+        where = one.source
         if one.role != "both" and (one.parallel.pp > 1 or one.engine.speculation):
             raise ConfigError(
                 f"{where}: role {one.role} with pp above 1 or speculative is not simulated; leave one of both out"

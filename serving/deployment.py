@@ -21,7 +21,7 @@ from profiler.core.units import GIB
 from profiler.core.weights import engine_weights
 from serving.capacity import default_batched_tokens, default_num_seqs, memory_budget, require_fit
 from serving.collectives import from_fitted_link
-from serving.config import UNLIMITED, EngineSettings, Instance, KvOffload, PeerMemory
+from serving.config import UNLIMITED, EngineSettings, Instance, KvOffload, PeerMemory, naming
 from serving.core.blocks import BlockPool
 from serving.core.engine import Engine, Group
 from serving.core.host_tier import HostMemory, HostUse, TieredPool
@@ -124,8 +124,16 @@ def deploy(
 
     Data-parallel ranks of a model with experts step in lockstep; those of a dense model are independent engines.
     Raises ConfigError (unknown model or GPU, illegal split or setting), CoverageError (no bundle, missing table),
-    ContractError (the bundle does not belong to this run) and CapacityError (it does not fit).
+    ContractError (the bundle does not belong to this run) and CapacityError (it does not fit), each with the place of
+    the instance in its file.
     """
+    with naming(instance.source):
+        return _deploy(instance, first_engine, bundle_root, allow_extrapolation, allow_projected)
+
+
+def _deploy(
+    instance: Instance, first_engine: int, bundle_root: Path, allow_extrapolation: bool, allow_projected: bool
+) -> Deployed:
     spec = instance_model(instance)
     hardware = None if instance.memory else load_hardware(instance.hardware)
     hardware_name = hardware.name if hardware else instance.hardware

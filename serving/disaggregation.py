@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from profiler.core.errors import ConfigError
 from profiler.core.hardware import load_hardware
-from serving.config import Cluster, KvTransfer
+from serving.config import Cluster, Instance, KvTransfer
 from serving.core.disaggregated import Wire
 from serving.core.engine import Group
 from serving.deployment import Deployed
@@ -23,16 +23,21 @@ def wire_of(cluster: Cluster, deployed: Sequence[Deployed]) -> tuple[Wire, str]:
     or no file says how fast the link is.
     """
     first = deployed[0]
-    for other in deployed[1:]:
+    for instance, other in zip(cluster.instances[1:], deployed[1:], strict=True):
         mine, theirs = _stored(first), _stored(other)
         if mine != theirs:
             raise ConfigError(
                 "prefill and decode instances must store the same cache: "
-                f"{first.deployment.model} in {mine} and {other.deployment.model} in {theirs}"
+                f"{_named(cluster.instances[0], first)} in {mine} and {_named(instance, other)} in {theirs}"
             )
     link, source = _link(cluster)
     assert link.bandwidth_gbps is not None and link.latency_us is not None
     return Wire(first.kv.bytes_per_block, link.bandwidth_gbps, round(link.latency_us * 1e3)), source
+
+
+def _named(instance: Instance, one: Deployed) -> str:
+    model = one.deployment.model
+    return f"{instance.source.key} ({model})" if instance.source else model
 
 
 def _stored(one: Deployed) -> str:

@@ -28,7 +28,9 @@ from serving.config import (
     PeerMemory,
     Positive,
     Share,
+    Source,
     Strict,
+    naming,
     validated,
 )
 
@@ -117,14 +119,14 @@ def peer_cluster(path: Path, content: Mapping[str, Any], overrides: Overrides) -
                 f"but instances has {len(node.instances)} entries"
             )
         for position, one in enumerate(node.instances):
-            where = f"{path}: nodes[{at}].instances[{position}]"
-            group = f"dp_group {one.dp_group}" if one.dp_group is not None else where
+            where = Source(path, f"nodes[{at}].instances[{position}]")
+            group = f"dp_group {one.dp_group}" if one.dp_group is not None else where.key
             groups.setdefault(group, []).append(_instance(one, links, overrides, where))
     instances = tuple(_merge(path, group, members) for group, members in groups.items())
     return Cluster(path.stem, overrides.router or "least_loaded", instances)
 
 
-def _instance(one: PeerInstance, links: Links, overrides: Overrides, where: str) -> Instance:
+def _instance(one: PeerInstance, links: Links, overrides: Overrides, where: Source) -> Instance:
     _refuse_unsimulated(one, where)
     tp = one.tp_size if one.tp_size is not None else (one.num_npus or 1) // (one.pp_size or 1)
     pp = one.pp_size or 1
@@ -132,7 +134,8 @@ def _instance(one: PeerInstance, links: Links, overrides: Overrides, where: str)
         raise ConfigError(f"{where}: num_npus is {one.num_npus}, but tp_size x pp_size is {tp * pp}")
     ep = one.ep_size
     if ep is None:
-        ep = tp if load_model(one.model_name).moe is not None else 1
+        with naming(f"{where}.model_name"):
+            ep = tp if load_model(one.model_name).moe is not None else 1
     return Instance(
         model=one.model_name,
         hardware=one.hardware,
@@ -141,10 +144,11 @@ def _instance(one: PeerInstance, links: Links, overrides: Overrides, where: str)
         engine=_engine(one, overrides),
         memory=PeerMemory(one.npu_mem.mem_size, one.npu_mem.mem_util),
         links=links,
+        source=where,
     )
 
 
-def _refuse_unsimulated(one: PeerInstance, where: str) -> None:
+def _refuse_unsimulated(one: PeerInstance, where: Source) -> None:
     refused = {
         "pd_type": one.pd_type,
         "placement": one.placement,
@@ -159,7 +163,7 @@ def _refuse_unsimulated(one: PeerInstance, where: str) -> None:
         raise ConfigError(f"{where}: reserve_full_isl = false is not simulated; admission reserves the whole sequence")
 
 
-def _variant(one: PeerInstance, where: str) -> str | None:
+def _variant(one: PeerInstance, where: Source) -> str | None:
     """The peer names a bundle by its weight dtype and, where it is not the default, its KV dtype."""
     if one.dtype is None and one.kv_cache_dtype != "auto":
         raise ConfigError(f"{where}: kv_cache_dtype {one.kv_cache_dtype!r} needs dtype, which names the bundle with it")
@@ -198,7 +202,7 @@ def _merge(path: Path, group: str, members: list[Instance]) -> Instance:
     """The members of a dp_group as one instance with as many data-parallel ranks. They must be alike."""
     first = members[0]
     for other in members[1:]:
-        for field in fields(Instance):
+        for field in (one for one in fields(Instance) if one.compare):
             mine, theirs = getattr(first, field.name), getattr(other, field.name)
             if mine != theirs:
                 raise ConfigError(f"{path}: {group}: members disagree on {field.name}: {mine} and {theirs}")
@@ -211,4 +215,5 @@ def _merge(path: Path, group: str, members: list[Instance]) -> Instance:
         engine=first.engine,
         memory=first.memory,
         links=first.links,
+        source=first.source,
     )

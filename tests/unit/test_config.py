@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import yaml
 
-from profiler.core.errors import ConfigError
+from profiler.core.errors import CapacityError, ConfigError, ContractError, CoverageError
 from profiler.core.hardware import load_hardware
 from profiler.core.paths import data_root
 from profiler.core.types import Parallel
+from serving.api import replay
 from serving.config import UNLIMITED, EngineSettings, Overrides, load_cluster
+from serving.traces import Trace
 
 SHARED = Path(__file__).resolve().parents[2].parent / "shared"
 OURS = {"instances": [{"model": "meta-llama/Llama-3.1-8B", "hardware": "H200"}]}
@@ -105,6 +107,55 @@ def test_faults_name_file_and_key(tmp_path, changes, message):
     assert str(caught.value).startswith(f"{path}: ")
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"engine": {"policy": "fcsf"}}, r"instances\[1\]\.engine\.policy: unknown policy 'fcsf'"),
+        ({"engine": {"all2all_backend": "ppl"}}, r"instances\[1\]\.engine\.all2all_backend: .* did you mean 'pplx'"),
+        ({"engine": {"host_file": "absent.yaml"}}, r"instances\[1\]\.engine: .*absent\.yaml: no such file"),
+        (
+            {"engine": {"cudagraph_capture_sizes": [2, 1]}},
+            r"instances\[1\]\.engine\.cudagraph_capture_sizes must ascend",
+        ),
+        ({"engine": {"speculative": {"tokens": 1}}}, r"instances\[1\]\.engine: speculative: give one of"),
+        ({"parallel": {"pp": 2}, "engine": {"async_scheduling": True}}, r"instances\[1\]: async_scheduling with pp 2"),
+    ],
+)
+def test_faults_of_one_instance_of_several_name_it_as_the_file_counts(tmp_path, changes, message):
+    """The first stands for two replicas; the second is still instances[1]."""
+    one = OURS["instances"][0]
+    path = write(tmp_path, {"instances": [one | {"replicas": 2}, one | changes]})
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_cluster(path)
+    assert str(caught.value).startswith(f"{path}: instances[1]")
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"model": "zai-org/GLM-5.9"}, ConfigError, "unknown model 'zai-org/GLM-5.9'"),
+        ({"parallel": {"tp": 3}}, ConfigError, "64 attention heads do not divide by tp 3"),
+        ({"parallel": {"tp": 2, "dp": 8, "ep": 16}}, CoverageError, "no tables of tp 2, only of tp 1, 4, 8"),
+        ({"engine": {"max_model_len": 2**30}}, ConfigError, "max_model_len is 1073741824; zai-org/GLM-5 takes at most"),
+        ({"engine": {"kv_cache_dtype": "fp8"}}, ContractError, "measured on a bf16 KV cache"),
+        ({"parallel": {"tp": 8, "ep": 8}}, CapacityError, "does not fit"),
+    ],
+)
+def test_what_cannot_be_deployed_names_its_instance_and_keeps_its_exit_code(tmp_path, changes, error, message):
+    one = {"model": "zai-org/GLM-5", "hardware": "H200", "parallel": {"tp": 8, "dp": 2, "ep": 16}}
+    one |= {"engine": {"max_model_len": 8192}}
+    path = write(tmp_path, {"instances": [one, one | changes]})
+    with pytest.raises(error, match=message) as caught:
+        replay(path, Trace("jsonl", ()))
+    assert str(caught.value).startswith(f"{path}: instances[1]: ")
+
+
+def test_flags_that_are_wrong_are_named_in_place_of_keys(tmp_path):
+    for flags, named in ((Overrides(policy="fcsf"), "--scheduling-policy"), (Overrides(router="rr"), "--router")):
+        with pytest.raises(ConfigError, match=f"^{named}: unknown"):
+            load_cluster(ours(tmp_path), flags)
+
+
 def test_files_of_neither_kind(tmp_path):
     with pytest.raises(ConfigError, match="no such file"):
         load_cluster(tmp_path / "absent.yaml")
@@ -165,6 +216,15 @@ def test_faults_in_the_peers_file_name_the_instance(tmp_path, changes, message):
     assert "nodes[0].instances[0]" in str(caught.value)
 
 
+def test_what_cannot_be_deployed_of_the_peers_file_names_the_instance(tmp_path):
+    path = write(tmp_path, peer(model_name="meta-llama/Llama-3.1-9B"))
+    with pytest.raises(ConfigError, match=r"nodes\[0\]\.instances\[0\]\.model_name: unknown model .*Llama-3\.1-8B"):
+        load_cluster(path)
+    path = write(tmp_path, peer(npu_mem={"mem_size": 8, "mem_util": 0.9}))
+    with pytest.raises(CoverageError, match=r"^.*\.json: nodes\[0\]\.instances\[0\]: no bundle"):
+        replay(path, Trace("jsonl", ()))
+
+
 def test_counts_and_groups_of_the_peers_file_must_agree(tmp_path):
     with pytest.raises(ConfigError, match="num_nodes is 2"):
         load_cluster(write(tmp_path, peer() | {"num_nodes": 2}))
@@ -212,7 +272,7 @@ def test_a_host_of_its_own(tmp_path: Path) -> None:
         return path
 
     assert load_cluster(written({})).instances[0].engine.host == host
-    with pytest.raises(ConfigError, match=r"cluster\.yaml: host_file and host_overhead_us both"):
+    with pytest.raises(ConfigError, match=r"cluster\.yaml: instances\[0\]\.engine: host_file and host_overhead_us both"):
         load_cluster(written({"host_overhead_us": 0}))
     with pytest.raises(ConfigError, match=r"absent\.yaml"):
         load_cluster(written({"host_file": "absent.yaml"}))
