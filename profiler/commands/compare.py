@@ -30,13 +30,13 @@ def command(
     with one of kernels through the sum of each module's kernels.
     """
     from profiler.comparison import compare, summarise
-    from profiler.core.bundle import read_bundle
+    from profiler.core.bundle import bundle_named, read_bundle
     from profiler.core.load import atomic_write
     from profiler.core.paths import default_bundle_root
     from profiler.core.registry import load_model
 
     root = out_root or default_bundle_root()
-    a, b = (read_bundle(Path(one) if Path(one).is_dir() else root / one) for one in (first, second))
+    a, b = (read_bundle(bundle_named(root, one)) for one in (first, second))
     ratios = compare(a, b, load_model(str(a.meta["model"])), tp)
     click.echo(f"first   {_title(a.meta)}")
     click.echo(f"second  {_title(b.meta)}")

@@ -25,12 +25,12 @@ def command(bundle: str, form: str, html: Path | None, out_root: Path | None) ->
     Figures of quality are computed from the tables: repeat spread of cells of 20 us and more, error of leaving a cell
     out and reading it from its neighbours, neighbours in which more keys take less time.
     """
-    from profiler.core.bundle import read_bundle
+    from profiler.core.bundle import bundle_named, read_bundle
     from profiler.core.load import atomic_write
     from profiler.core.paths import default_bundle_root
     from profiler.summary import summarise
 
-    folder = Path(bundle) if Path(bundle).is_dir() else (out_root or default_bundle_root()) / bundle
+    folder = bundle_named(out_root or default_bundle_root(), bundle)
     read = read_bundle(folder)
     summaries = summarise(read)
     if form == "json":

@@ -448,6 +448,20 @@ def variants(root: Path, hardware: str, model: str) -> tuple[str, ...]:
     return tuple(sorted({name for name in names if not name.startswith(".")} | aside))
 
 
+def bundle_named(root: Path, name: str) -> Path:
+    """The folder of a bundle that a user names: a folder, or HARDWARE/ORG/MODEL/VARIANT below `root`.
+
+    Raises ConfigError that proposes the nearest where there is none.
+    """
+    if Path(name).is_dir():
+        return Path(name)
+    models = sorted({str(path.parents[1].relative_to(root)) for path in root.glob("*/*/*/*/meta.yaml")})
+    known = [f"{model}/{variant}" for model in models for variant in variants(root, *model.split("/", 1))]
+    if name.strip("/") not in known:
+        raise unknown("bundle", name, known)
+    return root / name.strip("/")
+
+
 def find_bundle(root: Path, hardware: str, model: str, variant: str | None = None) -> Path:
     """The folder of a bundle.
 

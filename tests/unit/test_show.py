@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from test_bundle import meta
 
 from profiler.__main__ import main
 from profiler.core.bundle import make_table, read_bundle, write_bundle
+from profiler.core.errors import ConfigError
 from profiler.core.skew_fit import SkewFit
 from profiler.page import page
 from profiler.summary import flat, summarise
@@ -104,3 +106,14 @@ def test_experts_of_whole_passes_say_so(tmp_path: Path, capsys: pytest.CaptureFi
         main(["show", str(path), "--format", "json"], standalone_mode=False)
         tables = {table["category"]: table for table in json.loads(capsys.readouterr().out)["tables"]}
         assert tables["moe"]["whole_passes"] == [passes] and "whole_passes" not in tables["dense"]
+
+
+def test_a_bundle_that_is_not_there_is_told_with_the_nearest(tmp_path: Path) -> None:
+    folder = bundle(tmp_path / "root")
+    name = str(folder.relative_to(tmp_path / "root"))
+    for command in (["show", f"{name}x"], ["show", name.rsplit("/", 1)[0]], ["compare", name, f"{name}x"]):
+        done = CliRunner().invoke(main, [*command, "--out-root", str(tmp_path / "root")])
+        assert isinstance(done.exception, ConfigError)
+        assert str(done.exception).startswith("unknown bundle ") and f"did you mean {name!r}?" in str(done.exception)
+    for named in (name, f"{name}/", str(folder)):
+        assert CliRunner().invoke(main, ["show", named, "--out-root", str(tmp_path / "root")]).exit_code == 0
