@@ -1,7 +1,7 @@
 """Placements of a model on N GPUs: every legal (tp, pp, dp, ep) with memory, verdict and what would make it fit."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from profiler.core.errors import ConfigError
@@ -158,16 +158,24 @@ def _suggestion(
         return f"max_model_len {result.safe_max_model_len}" if result.safe_max_model_len else "a larger tp or more GPUs"
     if result.largest_max_model_len:
         return f"max_model_len {result.largest_max_model_len}"
-    wider = _enough_gpus(spec, hardware, parallel.gpus, budget)
+    wider = _enough_gpus(spec, hardware, parallel, budget)
     return "no larger max-DP layout fits either" if wider is None else f"{wider.gpus} GPUs as {describe(wider)}"
 
 
-def _enough_gpus(spec: ModelSpec, hardware: Hardware, gpus: int, budget: dict[str, Any]) -> Parallel | None:
-    """The smallest doubling of the GPUs on which the widest layout fits: max-DP, or max-TP without experts."""
+def _enough_gpus(spec: ModelSpec, hardware: Hardware, parallel: Parallel, budget: dict[str, Any]) -> Parallel | None:
+    """The smallest doubling of the GPUs on which the widest layout fits: max-DP, or max-TP without experts; or else
+    more data-parallel ranks of the same split, which leave the attention weights of a rank cut by its tp."""
+    gpus = parallel.gpus
     while (gpus := 2 * gpus) <= MAX_GPUS:
-        wider = natural_layout(spec, gpus) if spec.moe else Parallel(tp=gpus)
-        if broken_rules(spec, wider):
-            return None
-        if memory_budget(spec, hardware, wider, **{**budget, "dcp": 1}).fits:
-            return wider
+        for wider in (natural_layout(spec, gpus), _more_ranks(parallel, gpus)) if spec.moe else (Parallel(tp=gpus),):
+            if broken_rules(spec, wider):
+                continue
+            if memory_budget(spec, hardware, wider, **{**budget, "dcp": 1}).fits:
+                return wider
     return None
+
+
+def _more_ranks(parallel: Parallel, gpus: int) -> Parallel:
+    """The split on `gpus` GPUs, its experts over all ranks of a stage or, as before, divided."""
+    dp = gpus // (parallel.tp * parallel.pp)
+    return replace(parallel, dp=dp, ep=1 if parallel.ep == 1 else parallel.tp * dp)

@@ -137,7 +137,7 @@ def _expert_rules(spec: ModelSpec, parallel: Parallel) -> tuple[str, ...]:
     if ep % dp:
         return (f"ep {ep} is no multiple of dp {dp} (every data-parallel rank holds the same number of expert slices)",)
     if ep // dp > tp:
-        return (f"ep {ep} / dp {dp} = {ep // dp} exceeds tp {tp}",)
+        return (f"ep {ep} / dp {dp} = {ep // dp} exceeds tp {tp} (ep is at most tp x dp = {tp * dp})",)
     if (tp * dp) % ep:
         return (f"tp {tp} x dp {dp} = {tp * dp} ranks do not divide by ep {ep}",)
     return ()

@@ -149,6 +149,17 @@ def test_context_parallel_placements_need_a_divisible_tp() -> None:
     assert len(result.refused) > 0
 
 
+def test_more_ranks_of_the_same_split_are_suggested_where_fewer_gpus_do_than_max_dp_needs() -> None:
+    """GLM-5.2 in bf16: attention weights that no tp cuts leave no room for max-DP below 32 GPUs."""
+    glm, asked = load_model("zai-org/GLM-5.2"), {"max_model_len": 81_920}
+    found = by_degrees(plan(glm, H200, 8, **asked))
+    assert found[8, 1, 1, 8].suggestion == "16 GPUs as tp 8 pp 1 dp 2 ep 16"
+    assert found[8, 1, 1, 1].suggestion == "16 GPUs as tp 8 pp 1 dp 2 ep 1"
+    assert found[1, 1, 8, 8].suggestion == "32 GPUs as tp 1 pp 1 dp 32 ep 32"
+    wider = by_degrees(plan(glm, H200, 16, **asked))
+    assert wider[8, 1, 2, 16].budget.fits and wider[8, 1, 2, 1].budget.fits and not wider[1, 1, 16, 16].budget.fits
+
+
 def test_suggestions_for_models_without_experts_widen_tp() -> None:
     qwen = load_model("Qwen/Qwen3-32B")
     found = place(qwen, load_hardware("H100"), Parallel(), max_model_len=40_960)

@@ -53,7 +53,7 @@ def test_uneven_experts_count_the_fullest_rank() -> None:
         (V32, Parallel(tp=32), "MLP width 18432 / 32 = 576 is no multiple of the fp8 block width 128"),
         (V32, Parallel(dp=8, ep=4), "ep 4 is no multiple of dp 8"),
         (V32, Parallel(dp=32, ep=1), "expert width 2048 / 32 = 64 is no multiple of the fp8 block width 128"),
-        (V32, Parallel(dp=4, ep=8), "ep 8 / dp 4 = 2 exceeds tp 1"),
+        (V32, Parallel(dp=4, ep=8), r"ep 8 / dp 4 = 2 exceeds tp 1 \(ep is at most tp x dp = 4\)"),
         (V32, Parallel(tp=8, ep=3), "8 ranks do not divide by ep 3"),
         (V32, Parallel(dp=512, ep=512), "ep 512 exceeds the 256 experts"),
         (LLAMA, Parallel(tp=2, ep=2), "ep 2 for a model without experts"),
