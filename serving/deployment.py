@@ -143,7 +143,10 @@ def _deploy(
     path = find_bundle(bundle_root, hardware_name, owner, variant)
     bundle = read_degrees(path, spec, instance.parallel)
     if bundle.meta["provenance"] == "projected" and not allow_projected:
-        raise ContractError(f"{path}: {_projected_from(bundle)} --allow-projected takes them, marked so in the result.")
+        raise ContractError(
+            f"{path}: {_projected_from(bundle)} A replay, size and explain take them with --allow-projected (a sweep "
+            "with allow_projected: true), marked so in the result."
+        )
     copies = redundant_experts(spec, instance.parallel, instance.routing)
     kv = _kv(instance, spec, hardware, limits, bundle, copies)
     lockstep = spec.moe is not None and instance.parallel.dp > 1

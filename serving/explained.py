@@ -20,7 +20,11 @@ from serving.routing import own_reach
 
 
 def explain_instance(
-    instance: Instance, batches: Sequence[str], bundle_root: Path, allow_extrapolation: bool = False
+    instance: Instance,
+    batches: Sequence[str],
+    bundle_root: Path,
+    allow_extrapolation: bool = False,
+    allow_projected: bool = False,
 ) -> tuple[Explanation | StagedExplanation, str]:
     """The explanation, by stage where the instance has several, and a title.
 
@@ -29,7 +33,7 @@ def explain_instance(
     Raises ConfigError for a batch of another form or more batches than ranks, and what serving.deployment.deploy and
     the tables raise.
     """
-    deployed = deploy(instance, 0, bundle_root, allow_extrapolation)
+    deployed = deploy(instance, 0, bundle_root, allow_extrapolation, allow_projected)
     one, spec = deployed.deployment, instance_model(instance)
     shapes = ranks_of([rank_of(text, spec) for text in batches], one.parallel.dp if one.lockstep else 1)
     parallel = one.parallel if one.lockstep else replace(one.parallel, dp=1)
@@ -54,13 +58,14 @@ def explain_instance(
 
 def rank_of(text: str, spec: ModelSpec) -> StepShape | None:
     """One rank's batch, None for an idle one. Raises ConfigError for another form and for a request that is longer than
-    the model's context."""
+    the model's context with the token that the step emits."""
     shape = parse_rank(text, spec.indexer.attended_cap_tokens if spec.indexer else None)
     if shape is not None:
         longest = max([shape.decode_kv_max_tokens, *(chunk + context for chunk, context in shape.prefills)])
-        if longest > spec.max_position:
+        if longest >= spec.max_position:
             raise ConfigError(
-                f"--batch {text!r}: a request of {longest:,} tokens; {spec.name} ends at {spec.max_position:,}"
+                f"--batch {text!r}: a request of {longest:,} tokens; {spec.name} ends at {spec.max_position:,}, the "
+                "token that the step emits included"
             )
     return shape
 

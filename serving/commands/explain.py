@@ -21,6 +21,7 @@ _FILE = click.Path(path_type=Path)
 )
 @click.option("--bundle-root", type=_FILE, help="Folder of bundles.  [default: profiler/perf-native]")
 @click.option("--allow-extrapolation", is_flag=True, help="Price shapes outside the tables too.")
+@click.option("--allow-projected", is_flag=True, help="Take tables that were scaled from another GPU.")
 @click.option("--format", "style", type=click.Choice(["tree", "json", "html"]), default="tree", show_default=True)
 @click.option("--output", "output_path", type=_FILE, help="File to write instead of stdout.")
 def command(
@@ -29,6 +30,7 @@ def command(
     batches: tuple[str, ...],
     bundle_root: Path | None,
     allow_extrapolation: bool,
+    allow_projected: bool,
     style: str,
     output_path: Path | None,
 ) -> None:
@@ -51,7 +53,11 @@ def command(
     if instance >= len(cluster.instances):
         raise ConfigError(f"--instance {instance}: {cluster_path} has instances 0 to {len(cluster.instances) - 1}")
     found, title = explain_instance(
-        cluster.instances[instance], batches, bundle_root or default_bundle_root(), allow_extrapolation
+        cluster.instances[instance],
+        batches,
+        bundle_root or default_bundle_root(),
+        allow_extrapolation,
+        allow_projected,
     )
     if style == "json":
         content = staged_document(found) if isinstance(found, StagedExplanation) else document(found)

@@ -50,6 +50,13 @@ def test_bad_batches_end_with_one_message() -> None:
     assert "a request of 200,000 tokens; deepseek-ai/DeepSeek-V3.2-Exp ends at 163,840" in done.stderr
 
 
+def test_the_longest_request_leaves_room_for_the_token_that_it_emits() -> None:
+    cluster = "configs/cluster/h200-16x-glm-5.2-tp8-dp2-ep16.yaml"
+    run("explain", "--cluster-config", cluster, "--batch", "1x1048575")
+    done = run("explain", "--cluster-config", cluster, "--batch", "1x1048576", expect=2)
+    assert "ends at 1,048,576, the token that the step emits included" in done.stderr
+
+
 def test_contexts_beyond_the_tables_of_a_kin_ask_for_tables_of_the_model_itself() -> None:
     cluster = "configs/cluster/h200-8x-glm-5.2-fp8-tp8.yaml"
     done = run("explain", "--cluster-config", cluster, "--batch", "1x400000", expect=3)

@@ -20,8 +20,10 @@ from profiler.core.types import Category
 from profiler.module_work import parts_of_row, roofline_us
 from profiler.sweep import rank_spec
 from serving.api import replay
+from serving.commands.explain import command as explain_command
 from serving.config import load_cluster
 from serving.deployment import deploy
+from serving.explained import explain_instance
 
 MODEL = priced.MODEL
 M3 = "MiniMaxAI/MiniMax-M3"
@@ -143,6 +145,13 @@ def test_the_replay_takes_projected_tables_only_when_told(tmp_path: Path) -> Non
     (instance,) = load_cluster(cluster).instances
     with pytest.raises(ContractError, match=r"projected from H100.*0\.8 to 1\.3 times.*--allow-projected"):
         deploy(instance, 0, tmp_path, False)
+    with pytest.raises(ContractError, match="explain take them with --allow-projected"):
+        explain_instance(instance, ["4x300"], tmp_path)
+    _, title = explain_instance(instance, ["4x300"], tmp_path, allow_projected=True)
+    assert "(projected, H200/" in title
+    flags = ["--cluster-config", str(cluster), "--bundle-root", str(tmp_path), "--batch", "4x300"]
+    assert isinstance(CliRunner().invoke(explain_command, flags).exception, ContractError)
+    assert "projected" in CliRunner().invoke(explain_command, [*flags, "--allow-projected"]).output
     trace = tmp_path / "trace.jsonl"
     trace.write_text('{"input_toks": 300, "output_toks": 4, "arrival_time_ns": 0}\n')
     result = replay(cluster, trace, bundle_root=tmp_path, allow_projected=True)
