@@ -31,7 +31,8 @@ MOST_CHECKED_REQUESTS: Final = 5000
 class Limit:
     """The highest rate of a layout over the seeds: mean and half the width of the 95 % interval (None: one seed).
 
-    planned_per_s: what sizing counts on, the lower end of the interval, or the mean of one seed. row: of the first
+    planned_per_s: what sizing counts on, the lower end of the interval but no less than half the rate of the lowest
+    seed, or the mean of one seed. row: of the first
     seed, label: of the layout. saturated: some seed reached the rate above which queues grow without end.
     """
 
@@ -314,8 +315,10 @@ def _need_sentences(checked: tuple[Need, Mapping[str, Any]], rate_per_s: float, 
     if need.limit.halfwidth_per_s is not None:
         by_mean = math.ceil(rate_per_s / need.limit.mean_per_s - 1e-9)
         if by_mean < need.instances:
+            wide = planned > need.limit.mean_per_s - need.limit.halfwidth_per_s
+            end = "half the rate of the lowest seed, since the 95 % interval ends below that"
             sentences.append(
-                f"Sized for the lower end of the 95 % interval; by the mean {by_mean} x would do "
+                f"Sized for {end if wide else 'the lower end of the 95 % interval'}; by the mean {by_mean} x would do "
                 f"({by_mean * layout.gpus} GPUs). More seeds or requests narrow the interval."
             )
     sentences.append(

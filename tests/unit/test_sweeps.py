@@ -21,7 +21,7 @@ from serving.sweeps.points import Candidate, Refused, jobs, layouts
 from serving.sweeps.refusal import nothing_ran
 from serving.sweeps.results import Journal, csv_text, read_results
 from serving.sweeps.search import Search, searched
-from serving.sweeps.size import Limit, needs, size
+from serving.sweeps.size import Limit, _need_sentences, needs, size
 from serving.sweeps.spec import read_sweep
 from serving.sweeps.traffic import open_traffic
 
@@ -234,6 +234,19 @@ def test_needs_round_up_and_count_the_load(tmp_path):
     assert (need.instances, need.gpus) == (3, 24) and need.load == pytest.approx(10 / 12)
     (exact,) = needs([Limit(candidate, 5.0, None, 5.0, {}, False)], 10.0)
     assert (exact.instances, exact.load) == (2, pytest.approx(1.0))
+
+
+@pytest.mark.parametrize(
+    ("halfwidth", "planned", "words"),
+    [(0.9, 1.1, "the lower end of the 95 % interval;"), (2.0, 0.75, "half the rate of the lowest seed, since")],
+)
+def test_the_answer_says_what_it_was_sized_for(tmp_path, halfwidth, planned, words):
+    """Two seeds, 1.5 and 2.5 requests/s: an interval that ends below half of the lowest is not counted on."""
+    candidate = next(one for one in layouts(sweep_of(tmp_path)) if isinstance(one, Candidate))
+    found = {"slo_met": True, "slo_limiting": "ttft_ms", "slo_worst_ratio": 0.5}
+    (need,) = needs([Limit(candidate, 2.0, halfwidth, planned, {}, False)], 4.0)
+    (sentence,) = [one for one in _need_sentences((need, found), 4.0, "") if one.startswith("Sized for ")]
+    assert sentence.startswith(f"Sized for {words}") and "by the mean 2 x would do" in sentence
 
 
 def row(rate, user, gpu, met=True, **more):
