@@ -42,13 +42,15 @@ _MOST_SPLITS: Final = 128
 _MARGIN: Final = 1.1
 _MOST_REQUESTS: Final = 992
 # Fitted on eight tables of an H200 (sparse and dense at tp 1, 2, 4 and 8), in blocks, one value for all: what a tile
-# costs beyond its blocks; a megabyte of parts in fp32 to be merged, of which the result is as large as half a part; how
-# many queries the merge looks through in the time of one part, since each of its blocks searches for its request; and
-# a token's share of one head in projecting, copying and gathering what the dense kernel reads.
+# costs beyond its blocks; a megabyte of parts in fp32 to be merged, of which the result is as large as half a part; and
+# how many queries the merge looks through in the time of one part, since each of its blocks searches for its request.
 _TILE: Final = 2.0
 _MERGED_MB: Final = 0.6
 _SEARCHED: Final = 1000.0
-_TOKEN_HEAD: Final = 4e-4
+# Of the expanded form, on fifteen tables (DeepSeek-V3.2-Exp, GLM-5-FP8, GLM-5, GLM-5.2): what its tiles cost beyond
+# their blocks, and an element of a head that is projected from a token's latent, then copied and read.
+_DENSE_TILE: Final = 0.5
+_PROJECTED: Final = 4e-4 / 256
 # A wave of a decode's parts against the share of the multiprocessors that it takes; all of them are bounded by the
 # memory. Fitted on four tables of an H200 (grouped-query attention at tp 1, 2, 4 and 8).
 _DECODE_WAVE: Final = ((0.0, 0.49), (0.27, 0.49), (1.0, 1.0))
@@ -159,24 +161,27 @@ class DenseWork:
     """Expanded attention of a chunk: to itself, causally, and in a second launch to its context.
 
     heads: of one rank, each of which has tiles of its own. keys: of a block. values: width of one head's values.
+    projected: elements of a token and head that come from its latent, keys without their rotary part and values.
     """
 
     sm_count: int
     heads: int
     keys: int = _DENSE_KEYS
     values: int = _DENSE_VALUES
+    projected: int = 2 * _DENSE_VALUES
 
     def prefill(self, chunk: float, context: float) -> float:
         return self.together([(chunk, context)])
 
     def together(self, prefills: Sequence[tuple[float, float]]) -> float:
         """Blocks of several chunks, request by request in each of the two launches."""
-        own = tuple(_causal(math.ceil(chunk / _DENSE_ROWS), self.keys) for chunk, _ in prefills)
+        own = tuple(_causal(chunk, self.keys) for chunk, _ in prefills)
         total = self._launch(prefills, own)
         if any(context for _, context in prefills):
             blocks = (math.ceil(context / self.keys) for _, context in prefills)
             total += self._launch(prefills, tuple((n,) * len(rows) for n, rows in zip(blocks, own, strict=True)))
-        return total + _TOKEN_HEAD * self.heads * sum(chunk + context for chunk, context in prefills)
+        tokens = sum(chunk + context for chunk, context in prefills)
+        return total + _PROJECTED * self.projected * self.heads * tokens
 
     def _launch(self, prefills: Sequence[tuple[float, float]], blocks: tuple[tuple[int, ...], ...]) -> float:
         end, parts = _tiles_end(blocks, self.heads, self.sm_count)
@@ -199,9 +204,10 @@ def dense_keys(width: int) -> int:
     return _DENSE_KEYS if width <= _WIDE_KEY else _DENSE_KEYS_OF_WIDE
 
 
-def _causal(rows: int, keys: int) -> tuple[int, ...]:
+def _causal(chunk: float, keys: int) -> tuple[int, ...]:
     """Blocks of each row of tiles of a chunk that sees itself, the longest first."""
-    return tuple(math.ceil(row * _DENSE_ROWS / keys) for row in range(rows, 0, -1))
+    rows = math.ceil(chunk / _DENSE_ROWS)
+    return tuple(math.ceil(min(chunk, row * _DENSE_ROWS) / keys) for row in range(rows, 0, -1))
 
 
 @lru_cache(maxsize=4096)
@@ -214,7 +220,9 @@ def _tiles_end(requests: tuple[tuple[int, ...], ...], heads: int, sm_count: int)
     every = heads * sum(len(rows) * rows[0] for rows in requests)
     parts = tuple(splits(rows[0], every, most, sm_count) for rows in requests)
     tiles = [
-        (heads * n, math.ceil(blocks / n) + _TILE) for rows, n in zip(requests, parts, strict=True) for blocks in rows
+        (heads * n, math.ceil(blocks / n) + _DENSE_TILE)
+        for rows, n in zip(requests, parts, strict=True)
+        for blocks in rows
     ]
     return first_free(tiles, sm_count), parts if most > 1 else (0,) * len(parts)
 

@@ -48,9 +48,9 @@ class Ran:
     heads: of one rank. cap_tokens: most attended keys, 0 without a selection. whole_below: chunks up to this length
     read the whole cap, as decode kernels over a fixed number of picks do. decodes_apart: that kernel runs decodes in a
     launch of their own, their keys divided evenly over the card. flash_attention: sparse MLA is FlashAttention 3.
-    index_heads: of the token indexer. key_width, value_width: of one head in the dense prefill. kv_heads: groups of
-    one rank of grouped-query attention, 0 where its tiles are not known; selection_blocks: tokens of a block that is
-    selected, 0 without block selection.
+    index_heads: of the token indexer. key_width, value_width: of one head in the dense prefill; projected_width: of
+    both what comes from the latent. kv_heads: groups of one rank of grouped-query attention, 0 where its tiles are not
+    known; selection_blocks: tokens of a block that is selected, 0 without block selection.
     """
 
     sm_count: int
@@ -63,6 +63,7 @@ class Ran:
     index_heads: int = 64
     key_width: int = 192
     value_width: int = 128
+    projected_width: int = 256
     kv_heads: int = 0
     selection_blocks: int = 0
 
@@ -101,6 +102,7 @@ def _widths(spec: ModelSpec) -> dict[str, int]:
         "index_heads": spec.indexer.num_heads,
         "key_width": spec.mla.qk_nope_head_dim + spec.mla.qk_rope_head_dim,
         "value_width": spec.mla.v_head_dim,
+        "projected_width": spec.mla.qk_nope_head_dim + spec.mla.v_head_dim,
     }
 
 
@@ -143,7 +145,7 @@ def prefill_straight(name: str, ran: Ran | None) -> PrefillWork | None:
     if ran is not None and ran.flash_attention and ran.cap_tokens and name == "sparse_mla":
         return SparseWork(ran.sm_count, ran.heads, ran.cap_tokens)
     if ran is not None and ran.tiles and name == "mla_dense_prefill":
-        return DenseWork(ran.sm_count, ran.heads, dense_keys(ran.key_width), ran.value_width)
+        return DenseWork(ran.sm_count, ran.heads, dense_keys(ran.key_width), ran.value_width, ran.projected_width)
     if ran is not None and ran.flash_attention and ran.kv_heads and name == "attention":
         return GroupedWork(ran.sm_count, ran.heads, ran.kv_heads)
     if ran is not None and _selects_blocks(ran) and name == "block_scores":

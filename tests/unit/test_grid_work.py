@@ -101,7 +101,7 @@ def test_what_ran_is_read_from_the_bundle() -> None:
     assert ran_of(meta, spec, 8) == Ran(132, True, 16, 2048, whole_below=sys.maxsize)
     assert ran_of(meta | {"kv": {"layout": "bf16"}}, spec, 8) == Ran(132, True, 16, 2048, flash_attention=True)
     glm = ran_of(meta, load_model("zai-org/GLM-5"), 4)
-    widths = {"index_heads": 32, "key_width": 256, "value_width": 256}
+    widths = {"index_heads": 32, "key_width": 256, "value_width": 256, "projected_width": 448}
     assert glm == Ran(132, True, 16, 2048, whole_below=sys.maxsize, **widths)
     for change, whole in (
         ({"engine": {"name": "reference"}}, 128),
