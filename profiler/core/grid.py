@@ -67,6 +67,9 @@ class Outside:
         options = _options(point)
         outside = f"{self.kernel}: {where} is outside its table ({bounds})"
         goes_on = "A replay goes on with --allow-extrapolation (a sweep with allow_extrapolation: true). "
+        if "local_pairs" in dict(point):
+            # The profiler measures no more tokens at a time than memory holds: measuring may not help.
+            goes_on += "Pairs are of all ranks' tokens together; a lower max_num_batched_tokens makes them fewer. "
         if self.longest_tokens is not None and options.get("--max-model-len", 0) > self.longest_tokens:
             raise CoverageError(
                 f"{outside}, which is of a model of the same kernels and of at most {self.longest_tokens:,} tokens. "
