@@ -13,6 +13,7 @@ from profiler.core.types import ModelSpec
 from profiler.kernels._block_sparse import PicksWork, ScoreWork, TopkWork
 from profiler.kernels._breaks import breaks
 from profiler.kernels._flash_attention import GROUPED_WIDTH, DenseWork, GroupedWork, SparseWork, dense_keys
+from profiler.kernels._token_topk import TokenTopkWork
 
 # DeepGEMM's fp8 MQA logits give each block 128 index heads, which are two queries of DeepSeek-V3.2 and four of GLM-5
 # (sm90_fp8_mqa_logits, BLOCK_Q); vLLM cuts a chunk where its fp32 scores would exceed
@@ -144,6 +145,8 @@ def prefill_straight(name: str, ran: Ran | None) -> PrefillWork | None:
     work where these are known, else its keys."""
     if ran is not None and ran.flash_attention and ran.cap_tokens and name == "sparse_mla":
         return SparseWork(ran.sm_count, ran.heads, ran.cap_tokens)
+    if ran is not None and ran.tiles and ran.cap_tokens and name == "index_topk":
+        return TokenTopkWork(ran.sm_count, ran.cap_tokens, _MOST_SCORES)
     if ran is not None and ran.tiles and name == "mla_dense_prefill":
         return DenseWork(ran.sm_count, ran.heads, dense_keys(ran.key_width), ran.value_width, ran.projected_width)
     if ran is not None and ran.flash_attention and ran.kv_heads and name == "attention":

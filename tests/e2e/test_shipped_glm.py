@@ -24,7 +24,7 @@ CATEGORIES: tuple[Category, ...] = ("dense", "per_sequence", "attention", "index
 MODELS = {"zai-org/GLM-5": ((1, 4, 8), 202_752), "zai-org/GLM-5.2": ((1, 2, 4, 8), 1_048_576)}
 # p90 as reached, of cells of 20 us and more: over repeats, and of leaving one out. Aims are 3 and 6 %.
 SPREAD = {"attention": 0.033, "indexer": 0.084, "sparse_attention": 0.053}
-LEFT_OUT = {"attention": 0.06, "indexer": 0.071, "sparse_attention": 0.06}
+LEFT_OUT = {"attention": 0.06, "indexer": 0.06, "sparse_attention": 0.06}
 
 
 def shipped(model: str) -> Bundle:
