@@ -13,7 +13,11 @@ from profiler.core.paths import data_root
 
 ROOT = data_root()
 PREDICTIONS = ROOT / "tests" / "recorded" / "predictions-of-recordings"
-PLANS = {"GLM-5-FP8-6L": "h200-recordings-glm-5-fp8", "MiniMax-M3-8L": "h200-recordings-minimax-m3"}
+PLANS = {
+    "GLM-5-FP8-6L": "h200-recordings-glm-5-fp8",
+    "MiniMax-M3-8L": "h200-recordings-minimax-m3",
+    "GLM-5.2-7L": "h200-recordings-glm-52",
+}
 
 
 def planned(plan: str) -> dict[str, tuple[dict[str, str], dict[str, str]]]:
