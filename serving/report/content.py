@@ -21,7 +21,7 @@ from serving.report.figures import (
 )
 from serving.report.load import amount, load_of, load_text, of_users
 from serving.report.parts import Plot, Report, Section, Table, axes, colour, rounded, short
-from serving.report.validated import RUNS, error_band_percent
+from serving.report.validated import RUNS, error_band_percent, runs_of
 
 Row = Mapping[str, Any]
 _SHOWN_LAYOUTS: Final = 6
@@ -387,14 +387,24 @@ def _error_section(done: Sequence[Row]) -> Section | None:
         return None
     names = tuple(RUNS[0].errors_percent)
     rows = tuple((run.run, *(f"{run.errors_percent[name]:+.1f} %" for name in names)) for run in RUNS)
-    models = ", ".join(sorted({str(row["model"]) for row in done}))
-    ttft, ttft_p50, tpot = (error_band_percent(name) for name in ("TTFT mean", "TTFT p50", "TPOT mean"))
-    text = (
-        f"Replays against recorded runs of a real engine: mean TTFT within {ttft:g} %, TTFT p50 within {ttft_p50:g} %, "
-        f"mean TPOT within {tpot:g} %. No whole run of {models} has been compared with a recording; for these take the "
-        "band as a lower limit of the error. Details: docs/validation.md."
+    text = " ".join(
+        (
+            "Replays against recorded runs of a real engine, with the host's times of the GPU's file.",
+            *(_trust(*key) for key in sorted({(str(row["model"]), str(row["hardware"])) for row in done})),
+            "Details: docs/validation.md.",
+        )
     )
     return Section("How far to trust it", (text,), (Table(("recorded run", *names), rows, frozenset(range(1, 7))),))
+
+
+def _trust(model: str, hardware: str) -> str:
+    """What recordings say of a model on a GPU: those of its own layers there, else all."""
+    own = runs_of(model, hardware)
+    ttft, ttft_p50, tpot = (error_band_percent(name, own or RUNS) for name in ("TTFT mean", "TTFT p50", "TPOT mean"))
+    band = f"mean TTFT within {ttft:g} %, TTFT p50 within {ttft_p50:g} %, mean TPOT within {tpot:g} %"
+    if own:
+        return f"{model} on {hardware}, of whose layers {len(own)} runs were recorded on one GPU: {band}."
+    return f"No run of {model} on {hardware} has been compared with a recording; of all others: {band}, a lower limit."
 
 
 def _inputs_section(header: Mapping[str, Any]) -> Section:
