@@ -45,7 +45,9 @@ class _Window:
         return self.cost.step_ns(shapes)
 
 
-def window(cluster: Cluster, trace: Path, bundle_root: Path, first: int, count: int) -> list[Step]:
+def window(
+    cluster: Cluster, trace: Path, bundle_root: Path, first: int, count: int, allow_projected: bool = False
+) -> list[Step]:
     """Steps `first` to `first + count - 1` of a replay, fewer where it ends before.
 
     Raises ConfigError for a cluster of several groups that step by themselves, or a replay that ends before `first`.
@@ -59,7 +61,7 @@ def window(cluster: Cluster, trace: Path, bundle_root: Path, first: int, count: 
         return windows[-1]
 
     with suppress(_Enough):
-        replay(cluster, trace, bundle_root=bundle_root, wrap_cost=wrap)
+        replay(cluster, trace, bundle_root=bundle_root, allow_projected=allow_projected, wrap_cost=wrap)
     if not windows[0].steps:
         raise ConfigError(f"the replay ends after {windows[0].seen} steps; there is no step {first}")
     return windows[0].steps
@@ -71,10 +73,12 @@ def single(instance: Instance, batches: Sequence[str]) -> list[Step]:
     return [ranks_of([rank_of(text, spec) for text in batches], _group(instance).dp)]
 
 
-def export_steps(instance: Instance, steps: Sequence[Step], prefix: Path, bundle_root: Path) -> Exported:
+def export_steps(
+    instance: Instance, steps: Sequence[Step], prefix: Path, bundle_root: Path, allow_projected: bool = False
+) -> Exported:
     """Write the traces of the steps of one instance. Raises what serving.chakra.export and deploy raise."""
     spec, parallel = instance_model(instance), _group(instance)
-    deployed: Deployed = deploy(instance, 0, bundle_root, False)
+    deployed: Deployed = deploy(instance, 0, bundle_root, False, allow_projected)
     sent = sends(instance.engine.all2all_backend)
     reach = own_reach(spec.moe, parallel.ep) if spec.moe and sent == "per_rank" else 1.0
     comm = Communication(spec, parallel, _links(instance), sent, reach)

@@ -144,8 +144,8 @@ def _deploy(
     bundle = read_degrees(path, spec, instance.parallel)
     if bundle.meta["provenance"] == "projected" and not allow_projected:
         raise ContractError(
-            f"{path}: {_projected_from(bundle)} A replay, size and explain take them with --allow-projected (a sweep "
-            "with allow_projected: true), marked so in the result."
+            f"{path}: {_projected_from(bundle)} A replay, size, explain and chakra take them with --allow-projected (a "
+            "sweep with allow_projected: true), marked so in the result."
         )
     copies = redundant_experts(spec, instance.parallel, instance.routing)
     kv = _kv(instance, spec, hardware, limits, bundle, copies)

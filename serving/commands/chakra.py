@@ -15,6 +15,7 @@ _FILE = click.Path(path_type=Path)
 @click.option("--steps", type=click.IntRange(min=1), default=1, show_default=True, help="How many steps.")
 @click.option("--output", "prefix", type=_FILE, required=True, help="Files are <output>.<gpu>.et, .groups.json.")
 @click.option("--bundle-root", type=_FILE, help="Folder of bundles.  [default: profiler/perf-native]")
+@click.option("--allow-projected", is_flag=True, help="Take tables that were scaled from another GPU.")
 def command(
     cluster_path: Path,
     batches: tuple[str, ...],
@@ -23,6 +24,7 @@ def command(
     steps: int,
     prefix: Path,
     bundle_root: Path | None,
+    allow_projected: bool,
 ) -> None:
     """Export steps as Chakra execution traces, one file per GPU, as ASTRA-Sim reads them.
 
@@ -39,8 +41,11 @@ def command(
     if len(cluster.instances) != 1:
         raise ConfigError(f"{cluster_path}: {len(cluster.instances)} instances; export needs a cluster of one")
     (instance,) = cluster.instances
-    found = window(cluster, trace_path, root, first_step, steps) if trace_path else single(instance, batches)
-    done = export_steps(instance, found, prefix, root)
+    if trace_path:
+        found = window(cluster, trace_path, root, first_step, steps, allow_projected)
+    else:
+        found = single(instance, batches)
+    done = export_steps(instance, found, prefix, root, allow_projected)
     least, most = min(done.nodes), max(done.nodes)
     nodes = f"{most:,} nodes each" if least == most else f"{least:,} to {most:,} nodes"
     click.echo(f"{len(done.files)} traces of {len(found)} steps, {nodes}, read back and checked:")

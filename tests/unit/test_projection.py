@@ -20,6 +20,7 @@ from profiler.core.types import Category
 from profiler.module_work import parts_of_row, roofline_us
 from profiler.sweep import rank_spec
 from serving.api import replay
+from serving.commands.chakra import command as chakra_command
 from serving.commands.explain import command as explain_command
 from serving.config import load_cluster
 from serving.deployment import deploy
@@ -145,7 +146,7 @@ def test_the_replay_takes_projected_tables_only_when_told(tmp_path: Path) -> Non
     (instance,) = load_cluster(cluster).instances
     with pytest.raises(ContractError, match=r"projected from H100.*0\.8 to 1\.3 times.*--allow-projected"):
         deploy(instance, 0, tmp_path, False)
-    with pytest.raises(ContractError, match="explain take them with --allow-projected"):
+    with pytest.raises(ContractError, match="explain and chakra take them with --allow-projected"):
         explain_instance(instance, ["4x300"], tmp_path)
     _, title = explain_instance(instance, ["4x300"], tmp_path, allow_projected=True)
     assert "(projected, H200/" in title
@@ -156,6 +157,12 @@ def test_the_replay_takes_projected_tables_only_when_told(tmp_path: Path) -> Non
     trace.write_text('{"input_toks": 300, "output_toks": 4, "arrival_time_ns": 0}\n')
     result = replay(cluster, trace, bundle_root=tmp_path, allow_projected=True)
     assert result.deployments[0].tables.provenance == "projected"
+    one = ["--cluster-config", str(cluster), "--bundle-root", str(tmp_path), "--output", str(tmp_path / "step")]
+    for steps in (["--batch", "4x300"], ["--dataset", str(trace)]):
+        assert isinstance(CliRunner().invoke(chakra_command, [*one, *steps]).exception, ContractError)
+        told = CliRunner().invoke(chakra_command, [*one, *steps, "--allow-projected"])
+        # Where the extra is not installed that is what is missing, and no longer the tables.
+        assert told.exit_code == 0 or "chakra" in str(told.exception)
 
 
 # compare
