@@ -5,7 +5,7 @@ one row per attention module is compared with one of kernels by summing the kern
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -170,6 +170,10 @@ def _answer(read: Callable[[_T], float], source: _T | None) -> float | None:
     return _made_or_none(lambda: read(found))
 
 
+def _numbers(numbers: Iterable[int]) -> str:
+    return ", ".join(map(str, numbers))
+
+
 def compare(first: Bundle, second: Bundle, spec: ModelSpec, tps: Sequence[int] | None = None) -> list[Ratio]:
     """Ratios at the shapes of `first` that `second` answers for, in table order; at equal tensor-parallel degrees.
 
@@ -180,7 +184,12 @@ def compare(first: Bundle, second: Bundle, spec: ModelSpec, tps: Sequence[int] |
         raise ConfigError(f"two models: {first.meta['model']} and {second.meta['model']}")
     common = [tp for tp in first.tps if tp in second.tps and (tps is None or tp in tps)]
     if not common:
-        raise ConfigError(f"no common tp: {first.path} has {list(first.tps)}, {second.path} has {list(second.tps)}")
+        asked = "" if tps is None else f"--tp {_numbers(tps)}: "
+        both = _numbers([tp for tp in first.tps if tp in second.tps])
+        raise ConfigError(
+            f"{asked}no degree of both; {first.path} has tp {_numbers(first.tps)}, {second.path} tp "
+            f"{_numbers(second.tps)}, in common: {both or 'none'}"
+        )
     swapped = granularity(first.meta) == "kernel" and granularity(second.meta) == "module"
     shapes, other = (second, first) if swapped else (first, second)
     found = [ratio for tp in common for ratio in _ratios(shapes, other, spec, tp)]
