@@ -37,14 +37,14 @@ def launch_by_hand(work: DenseWork, requests: list[tuple[int, list[int]]]) -> fl
     longest, most_rows = max(rows[0] for _, rows in requests), max(len(rows) for _, rows in requests)
     most = most_splits(work.heads * most_rows, longest, work.sm_count)
     share = math.ceil(1.1 * work.heads * sum(len(rows) * rows[0] for _, rows in requests) / work.sm_count)
-    ends, merged = [0.0] * work.sm_count, 0.0
+    ends, merged = [0.0] * work.sm_count, [0.0]
     for tokens, rows in requests:
         parts = max(1, min(math.ceil(rows[0] / share), most)) if share else 1
         for blocks in rows:
             for _ in range(work.heads * parts):
                 heapreplace(ends, ends[0] + math.ceil(blocks / parts) + _DENSE_TILE)
-        merged += _merge(tokens * work.heads, parts, work.values) if most > 1 else 0.0
-    return max(ends) + merged
+        merged.append(_merge(tokens * work.heads, parts, work.values) if most > 1 else 0.0)
+    return max(ends) + max(*merged, 0.13 / 0.6 * sum(merged))
 
 
 @settings(max_examples=80, deadline=None)
@@ -90,7 +90,7 @@ def shipped(model: str, tp: int) -> Shipped:
 
 @pytest.mark.parametrize("model", ["zai-org/GLM-5-FP8", "deepseek-ai/DeepSeek-V3.2-Exp"])
 def test_measured_steps_of_tp_8_are_met_better_than_by_parts_with_one_fixed_part(model: str) -> None:
-    """Of five steps four within 25 %; GLM-5's eight prompts of 1,024 tokens behind 1,024 take 30 % less."""
+    """Each of the five steps within 17 %: their parts are merged side by side."""
     one = shipped(model, 8)
     assert len(one.steps) == 5
     errors, plain = (
@@ -100,7 +100,7 @@ def test_measured_steps_of_tp_8_are_met_better_than_by_parts_with_one_fixed_part
         )
         for form in (one.form, None)
     )
-    assert errors[3] < 0.25 and errors[4] < 0.45
+    assert errors[4] < 0.175
     assert sum(errors) < 0.7 * sum(plain)
 
 
