@@ -186,7 +186,7 @@ class DenseWork:
         return total + _PROJECTED * self.projected * self.heads * tokens
 
     def _launch(self, prefills: Sequence[tuple[float, float]], blocks: tuple[tuple[int, ...], ...]) -> float:
-        """The parts of all requests are merged at the same time: as long as the largest of them takes, or the memory."""
+        """The parts of all requests are merged at the same time, as long as the largest takes, or the memory."""
         end, parts = _tiles_end(blocks, self.heads, self.sm_count)
         merged = [
             _merge(chunk * self.heads, n, self.values) for (chunk, _), n in zip(prefills, parts, strict=True) if n
