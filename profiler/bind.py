@@ -39,13 +39,14 @@ Spending = Mapping[tuple[Category, str, int], Spent]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One cell: the median over repeats of one call of a component, and (p90 - p10) / median."""
+    """One cell: the median over repeats of one call of a component, and (p90 - p10) / median. shot: its number."""
 
     category: Category
     name: str
     key: Key
     time_us: float
     spread_rel: float
+    shot: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +129,9 @@ def bind(
         alone = shot.moe is not None or not info.whole_forward
         repeats = sorted({sample.repeat for sample in result.samples})
         for fill in shot.fills:
-            measured = _rows(fill, times, repeats, Counter() if alone else calls, binding.FUSED, table_of)
+            measured = _rows(
+                result.shot_index, fill, times, repeats, Counter() if alone else calls, binding.FUSED, table_of
+            )
             if isinstance(measured, str):
                 problems[fill.category].append(f"{shot.label}: {measured}")
             else:
@@ -266,6 +269,7 @@ def _note_unbound(
 
 
 def _rows(
+    shot: int,
     fill: Fill,
     times: Spending,
     repeats: Sequence[int],
@@ -285,5 +289,6 @@ def _rows(
             at = [str(r) for r, value in zip(repeats, values, strict=True) if value <= 0.0]
             return f"no kernel of {name!r} in repeat {', '.join(at)}" if at else f"no samples of {name!r}"
         spread = spread_rel(values)
-        rows.append(Row(fill.category, name, fill.key, median(values), spread if math.isfinite(spread) else math.nan))
+        spread = spread if math.isfinite(spread) else math.nan
+        rows.append(Row(fill.category, name, fill.key, median(values), spread, shot))
     return rows

@@ -120,22 +120,22 @@ def experts_of_passes(measured: Latest, spec: ModelSpec, info: EngineInfo, bindi
             key = (1, shot.new_tokens, moe.topk, shot.new_tokens * moe.topk)
             shots[index] = replace(shot, fills=(Fill(EXPERTS, key, names),))
             ran.append(result)
-    of_each = [(row, one.reached_experts) for one in ran for row in bind([one], shots, spec, info, binding).rows]
-    return _joined(of_each)
+    counted = {one.shot_index: one.reached_experts for one in ran}
+    return _joined(bind(ran, shots, spec, info, binding).rows, counted)
 
 
-def _joined(rows: Iterable[tuple[Row, float | None]]) -> ExpertPasses:
-    """One row of each component and key, from those of single passes and the experts that these reached."""
-    of_key: dict[tuple[int, str], list[tuple[Row, float | None]]] = defaultdict(list)
-    for row, experts in rows:
-        of_key[int(row.key[1]), row.name].append((row, experts))
+def _joined(rows: Iterable[Row], counted: Mapping[int, float | None]) -> ExpertPasses:
+    """One row of each component and key, from those of single passes. counted: the experts that each shot reached."""
+    of_key: dict[tuple[int, str], list[Row]] = defaultdict(list)
+    for row in rows:
+        of_key[int(row.key[1]), row.name].append(row)
     found, passes, reached = [], {}, {}
     for (tokens, _), own in sorted(of_key.items()):
-        first, times = own[0][0], [row.time_us for row, _ in own]
-        spread = spread_rel(times) if len(own) > 1 else first.spread_rel
-        found.append(replace(first, time_us=median(times), spread_rel=spread))
+        times = [row.time_us for row in own]
+        spread = spread_rel(times) if len(own) > 1 else own[0].spread_rel
+        found.append(replace(own[0], time_us=median(times), spread_rel=spread))
         passes[tokens] = len(own)
-        counts = [experts for _, experts in own if experts is not None]
+        counts = [experts for row in own if (experts := counted[row.shot]) is not None]
         if len(counts) == len(own):
             reached[tokens] = median(counts)
     return ExpertPasses(tuple(found), passes, reached)

@@ -60,6 +60,17 @@ def first_free(tiles: Iterable[tuple[int, float]], slots: int) -> float:
     return last
 
 
+def in_parts(chunk: float, context: float, most_pairs: int) -> Iterator[tuple[float, float]]:
+    """(queries, context) of each launch of a chunk, cut where its queries x keys, those of the last query, exceed
+    `most_pairs`: as many queries as fit."""
+    part = chunk if chunk * (chunk + context) <= most_pairs else max(1.0, most_pairs // (chunk + context))
+    done = 0.0
+    while done < chunk:
+        own = min(part, chunk - done)
+        yield own, context + done
+        done += own
+
+
 def in_waves(tiles: float, slots: int, first: Curve, later: Curve) -> float:
     """What equal tiles take, in waves that fill every slot.
 
@@ -102,15 +113,9 @@ class Work:
         """Keys of a chunk behind a context that are read one after the other."""
         if self.select_beyond:
             return self._selecting(chunk, context)
-        if self.split_pairs is None or chunk * (chunk + context) <= self.split_pairs:
+        if self.split_pairs is None:
             return self._waves(chunk, context)
-        part = max(1.0, self.split_pairs // (chunk + context))
-        total, done = 0.0, 0.0
-        while done < chunk:
-            own = min(part, chunk - done)
-            total += self._waves(own, context + done)
-            done += own
-        return total
+        return sum(self._waves(*part) for part in in_parts(chunk, context, self.split_pairs))
 
     def decode(self, requests: float, keys: float) -> float:
         """Keys of equal requests of one query each that are read one after the other."""

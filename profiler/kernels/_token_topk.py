@@ -6,12 +6,11 @@ its fp32 scores would exceed VLLM_SPARSE_INDEXER_MAX_LOGITS_MB, and selects part
 costs a launch: 512 queries of 196,608 keys take 300 us, of 262,144, which are 511 and one, 483.
 """
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from profiler.core.grid_work import Curve, Work, in_waves
+from profiler.core.grid_work import Curve, Work, in_parts, in_waves
 
 _ON_A_MULTIPROCESSOR: Final = 3
 # Fitted on four tables of an H200 (DeepSeek-V3.2-Exp, GLM-5-FP8, GLM-5, GLM-5.2), one value for all: what a query costs
@@ -36,21 +35,7 @@ class TokenTopkWork:
     most_scores: int
 
     def prefill(self, chunk: float, context: float) -> float:
-        if chunk * (chunk + context) <= self.most_scores:
-            return self._launch(chunk, context)
-        part = max(1.0, self.most_scores // (chunk + context))
-        total, done = 0.0, 0.0
-        while done < chunk and context + done < self.cap_keys:
-            own = min(part, chunk - done)
-            total += self._launch(own, context + done)
-            done += own
-        if done >= chunk:
-            return total
-        parts = math.ceil((chunk - done) / part) - 1
-        # Parts of as many queries, each of which read `part` keys more than those of the one before.
-        total += parts * (self._launch(part, context + done) + self._waves(part) * part * (parts - 1) / 2)
-        done += parts * part
-        return total + self._launch(chunk - done, context + done)
+        return sum(self._launch(*part) for part in in_parts(chunk, context, self.most_scores))
 
     def _launch(self, queries: float, context: float) -> float:
         idle = max(0.0, min(queries, self.cap_keys - context))

@@ -1,24 +1,16 @@
 """The shipped H200 tables of GLM-5 and GLM-5.2: complete, as good as the validation says, of the same kernels."""
 
-import shutil
-from collections.abc import Iterator
-from pathlib import Path
-
-import imported
+import public_tables
 import pytest
+from shipped_steps import check_step
 
-from profiler.aiconfigurator.convert import Request, convert
 from profiler.comparison import Ratio, compare
-from profiler.core.bundle import Bundle, read_bundle, write_bundle
+from profiler.core.bundle import Bundle, read_bundle
 from profiler.core.paths import data_root, default_bundle_root
 from profiler.core.registry import load_model
 from profiler.core.types import Category
 from profiler.timing import percentile
-from serving.config import load_cluster
-from serving.explain import Node
-from serving.explained import explain_instance
 
-EVIDENCE = Path(__file__).resolve().parents[2].parent / "shared" / "evidence" / "module_tables"
 CATEGORIES: tuple[Category, ...] = ("dense", "per_sequence", "attention", "indexer", "sparse_attention", "moe", "skew")
 # Tensor-parallel degrees, and positions of the longest request.
 MODELS = {"zai-org/GLM-5": ((1, 4, 8), 202_752), "zai-org/GLM-5.2": ((1, 2, 4, 8), 1_048_576)}
@@ -76,49 +68,17 @@ def test_both_models_take_as_long_where_they_have_the_same_kernels() -> None:
         assert percentile(ratios, 10) > 0.97 and percentile(ratios, 90) < 1.06
 
 
-def leaves(node: Node) -> Iterator[Node]:
-    if not node.children:
-        yield node
-    for child in node.children:
-        yield from leaves(child)
-
-
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("batch", ["32x4096", "256x4096", "1x200000", "1x8192@0", "1x1@500", "64x8192 1x2048@4096"])
 def test_steps_are_priced_and_none_beats_its_bound(model: str, batch: str) -> None:
     name = f"h200-16x-{model.split('/')[1].lower()}-tp8-dp2-ep16"
-    (instance,) = load_cluster(data_root() / "configs" / "cluster" / f"{name}.yaml").instances
-    found, title = explain_instance(instance, [batch], default_bundle_root())
-    assert "measured" in title
-    nodes = list(leaves(found.root))
-    assert {"experts", "index_scores", "index_topk", "sparse_mla"} <= {node.name for node in nodes}
-    for node in nodes:
-        hides = node.name == "shared_stream"  # shared experts in part
-        assert node.us >= 0 or hides, node
-        assert node.bound_us is None or node.us >= 0.95 * node.bound_us, node
+    path = data_root() / "configs" / "cluster" / f"{name}.yaml"
+    check_step(path, batch, {"experts", "index_scores", "index_topk", "sparse_mla"})
 
 
 @pytest.fixture(scope="module")
 def modules(tmp_path_factory: pytest.TempPathFactory) -> list[Ratio]:
-    """GLM-5's attention over the modules of AIConfigurator (vLLM 0.24, bf16), one for each shape of theirs."""
-    if not EVIDENCE.is_dir():
-        pytest.skip(f"{EVIDENCE} is not here")
-    root = tmp_path_factory.mktemp("aic")
-    imported.system(root, "h200_sxm")
-    imported.gemm(root, "h200_sxm")
-    imported.attention(root, "h200_sxm")
-    for file, place in {
-        "h200_vllm0.24.0_dsa_context_module": "sparse_attention/vllm/0.24.0/dsa_context_module",
-        "h200_vllm0.24.0_dsa_generation_module": "sparse_attention/vllm/0.24.0/dsa_generation_module",
-        "h200_vllm0.24.0_moe_3shapes": "moe/vllm/0.24.0/moe",
-    }.items():
-        target = root / "data" / "h200_sxm" / f"{place}_perf.csv"
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(EVIDENCE / f"{file}.csv", target)
-    theirs = convert(Request("h200_sxm", "zai-org/GLM-5", "vllm", kv_dtype="auto"), root)
-    folder = write_bundle(tmp_path_factory.mktemp("bundles"), theirs.meta, theirs.tables)
-    found = compare(read_bundle(folder), shipped("zai-org/GLM-5"), load_model("zai-org/GLM-5"))
-    return [one for one in found if one.kernel == "dsa_module"]
+    return public_tables.modules(tmp_path_factory.mktemp("aic"), shipped("zai-org/GLM-5"), "dsa_module")
 
 
 def test_decode_modules_miss_the_public_ones_by_a_constant(modules: list[Ratio]) -> None:

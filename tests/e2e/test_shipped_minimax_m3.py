@@ -1,26 +1,20 @@
 """The shipped H200 tables of MiniMax-M3: complete, as good as the validation says, priced to the whole context."""
 
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
-import imported
+import public_tables
 import pytest
+from shipped_steps import check_step
 
-from profiler.aiconfigurator.convert import Request, convert
-from profiler.comparison import Ratio, compare
-from profiler.core.bundle import Bundle, read_bundle, write_bundle
+from profiler.comparison import Ratio
+from profiler.core.bundle import Bundle, read_bundle
 from profiler.core.kv import kv_layout
 from profiler.core.paths import data_root, default_bundle_root
 from profiler.core.registry import load_model
 from profiler.core.types import Category, Parallel
 from profiler.timing import percentile
-from serving.config import load_cluster
-from serving.explain import Node
-from serving.explained import explain_instance
 
 M3 = "MiniMaxAI/MiniMax-M3"
-EVIDENCE = Path(__file__).resolve().parents[2].parent / "shared" / "evidence" / "module_tables"
 CLUSTERS = [data_root() / "configs" / "cluster" / f"h200-8x-minimax-m3-{name}.yaml" for name in ("tp8", "tp4-dp2-ep8")]
 DEGREES = (1, 2, 4, 8)
 CATEGORIES: tuple[Category, ...] = ("dense", "per_sequence", "attention", "indexer", "sparse_attention", "moe", "skew")
@@ -90,28 +84,13 @@ def test_one_index_head_takes_as_long_at_tp_4_as_at_tp_8(bundle: Bundle) -> None
     assert percentile(ratios, 10) > 0.93 and percentile(ratios, 90) < 1.02
 
 
-def leaves(node: Node) -> Iterator[Node]:
-    if not node.children:
-        yield node
-    for child in node.children:
-        yield from leaves(child)
-
-
 @pytest.mark.parametrize("path", CLUSTERS, ids=lambda path: path.stem)
 @pytest.mark.parametrize(
     "batch",
     ["32x4096", "256x4096", "1x1000000", "1x8192@0", "1x8000@1000000", "1x1@500", "64x8192 1x2048@4096 1x900@0"],
 )
 def test_steps_up_to_the_whole_context_are_priced_and_none_beats_its_bound(path: Path, batch: str) -> None:
-    (instance,) = load_cluster(path).instances
-    found, title = explain_instance(instance, [batch], default_bundle_root())
-    assert "measured" in title
-    nodes = list(leaves(found.root))
-    assert {"experts", "block_scores", "block_topk", "sparse_gqa", "attention"} <= {node.name for node in nodes}
-    for node in nodes:
-        hides = node.name == "shared_stream"  # shared experts in part
-        assert node.us >= 0 or hides, node
-        assert node.bound_us is None or node.us >= 0.95 * node.bound_us, node
+    check_step(path, batch, {"experts", "block_scores", "block_topk", "sparse_gqa", "attention"})
 
 
 def test_a_token_takes_as_much_of_a_rank_at_tp_8_as_at_tp_4() -> None:
@@ -121,24 +100,7 @@ def test_a_token_takes_as_much_of_a_rank_at_tp_8_as_at_tp_4() -> None:
 
 @pytest.fixture(scope="module")
 def modules(bundle: Bundle, tmp_path_factory: pytest.TempPathFactory) -> list[Ratio]:
-    """Ours over the attention modules of AIConfigurator (vLLM 0.24, bf16), one for each shape of theirs."""
-    if not EVIDENCE.is_dir():
-        pytest.skip(f"{EVIDENCE} is not here")
-    root = tmp_path_factory.mktemp("aic")
-    imported.system(root, "h200_sxm")
-    imported.gemm(root, "h200_sxm")
-    imported.attention(root, "h200_sxm")
-    for file, place in {
-        "h200_vllm0.24.0_msa_context_module": "msa/vllm/0.24.0/msa_context_module",
-        "h200_vllm0.24.0_msa_generation_module": "msa/vllm/0.24.0/msa_generation_module",
-        "h200_vllm0.24.0_moe_3shapes": "moe/vllm/0.24.0/moe",
-    }.items():
-        target = root / "data" / "h200_sxm" / f"{place}_perf.csv"
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(EVIDENCE / f"{file}.csv", target)
-    theirs = convert(Request("h200_sxm", M3, "vllm"), root)
-    folder = write_bundle(tmp_path_factory.mktemp("bundles"), theirs.meta, theirs.tables)
-    return [one for one in compare(read_bundle(folder), bundle, load_model(M3)) if one.kernel == "msa_module"]
+    return public_tables.modules(tmp_path_factory.mktemp("aic"), bundle, "msa_module")
 
 
 def test_decode_modules_agree_with_the_public_ones(modules: list[Ratio]) -> None:

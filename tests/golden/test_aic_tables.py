@@ -3,7 +3,7 @@
 import shutil
 from pathlib import Path
 
-import imported
+import public_tables
 import pytest
 
 from profiler import projection
@@ -14,35 +14,13 @@ from profiler.core.hardware import load_hardware
 from profiler.core.paths import default_bundle_root
 from profiler.core.registry import load_model
 
-EVIDENCE = Path(__file__).resolve().parents[2].parent / "shared" / "evidence" / "module_tables"
 V32, GLM, M3 = "deepseek-ai/DeepSeek-V3.2-Exp", "zai-org/GLM-5", "MiniMaxAI/MiniMax-M3"
-PLACES = {
-    "h200_vllm0.24.0_dsa_context_module": "h200_sxm/sparse_attention/vllm/0.24.0/dsa_context_module",
-    "h200_vllm0.24.0_dsa_generation_module": "h200_sxm/sparse_attention/vllm/0.24.0/dsa_generation_module",
-    "h200_vllm0.24.0_msa_context_module": "h200_sxm/msa/vllm/0.24.0/msa_context_module",
-    "h200_vllm0.24.0_msa_generation_module": "h200_sxm/msa/vllm/0.24.0/msa_generation_module",
-    "h200_vllm0.24.0_moe_3shapes": "h200_sxm/moe/vllm/0.24.0/moe",
-    "h200_nccl2.29.2": "h200_sxm/comm/nccl/2.29.2/nccl",
-    "rtxpro6000_vllm0.24.0_msa_context_module": "rtx_pro_6000_server/msa/vllm/0.24.0/msa_context_module",
-    "rtxpro6000_vllm0.24.0_msa_generation_module": "rtx_pro_6000_server/msa/vllm/0.24.0/msa_generation_module",
-    "rtxpro6000_nccl2.29.2": "rtx_pro_6000_server/comm/nccl/2.29.2/nccl",
-}
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The public tables in the package's layout; products and plain attention, which are not among them, made up."""
-    if not EVIDENCE.is_dir():
-        pytest.skip(f"{EVIDENCE} is not here")
-    folder = tmp_path_factory.mktemp("aic") / "systems"
-    for name in ("h200_sxm", "rtx_pro_6000_server"):
-        imported.system(folder, name)
-        imported.gemm(folder, name)
-        imported.attention(folder, name)
-    for file, place in PLACES.items():
-        target = folder / "data" / f"{place}_perf.csv"
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(EVIDENCE / f"{file}.csv", target)
+    folder = public_tables.systems(tmp_path_factory.mktemp("aic") / "systems")
     moe = folder / "data/h200_sxm/moe/vllm/0.24.0/moe_perf.csv"
     (folder / "data/rtx_pro_6000_server/moe/vllm/0.24.0").mkdir(parents=True)
     shutil.copy(moe, folder / "data/rtx_pro_6000_server/moe/vllm/0.24.0/moe_perf.csv")

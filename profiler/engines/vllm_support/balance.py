@@ -120,13 +120,14 @@ class Counter:
     """
 
     def __init__(self, model: Any, moe: MoeDims | None) -> None:
-        self._model, self._moe = model, moe
-        self._possible = moe is not None and moe.has_bias
+        self._model = model
+        # None where nothing can be counted.
+        self._moe = moe if moe is not None and moe.has_bias else None
 
     def reached(self, run: Callable[[], object]) -> float | None:
         """Runs run(), which the caller does not time. Distinct experts, mean over the layers; None where no router ran
         or where it cannot be counted, which is told once. Errors of run() itself are the caller's."""
-        if not self._possible or self._moe is None:
+        if self._moe is None:
             run()
             return None
         seen = _logits(self._model, run)
@@ -134,7 +135,7 @@ class Counter:
             counts = [distinct_experts(logits, self._moe, bias.float()) for bias, logits in seen]
         except Exception as error:
             print(f"warning: experts of passes are not counted: {type(error).__name__}: {error}", file=sys.stderr)
-            self._possible = False
+            self._moe = None
             return None
         return sum(counts) / len(counts) if counts else None
 
