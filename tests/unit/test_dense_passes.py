@@ -73,8 +73,8 @@ class Shipped:
     steps: tuple[tuple[tuple[tuple[int, int], ...], float], ...]
 
 
-def shipped(model: str, tp: int) -> Shipped:
-    spec, bundle = load_model(model), read_bundle(default_bundle_root() / "H200" / model / "fp8")
+def shipped(model: str, tp: int, variant: str = "fp8") -> Shipped:
+    spec, bundle = load_model(model), read_bundle(default_bundle_root() / "H200" / model / variant)
     ran = ran_of(bundle.meta, spec, tp)
     form = tiles_of(NAME, spec, ran)
     assert isinstance(form, Passes)
@@ -102,6 +102,24 @@ def test_measured_steps_of_tp_8_are_met_better_than_by_parts_with_one_fixed_part
     )
     assert errors[4] < 0.175
     assert sum(errors) < 0.7 * sum(plain)
+
+
+def test_steps_of_every_shipped_table_are_met() -> None:
+    """Fitted ones among them: 75 steps of four models."""
+    tables = [
+        (f"zai-org/{name}", "bf16", tp)
+        for name, degrees in (("GLM-5", (1, 4, 8)), ("GLM-5.2", (1, 2, 4, 8)))
+        for tp in degrees
+    ]
+    tables += [(m, "fp8", tp) for m in ("zai-org/GLM-5-FP8", "deepseek-ai/DeepSeek-V3.2-Exp") for tp in (1, 2, 4, 8)]
+    errors = [
+        abs((one.fixed_us + one.form.beyond_fixed_us(one.grid, one.fixed_us, prompts)) / us - 1)
+        for model, variant, tp in tables
+        for one in (shipped(model, tp, variant),)
+        for prompts, us in one.steps
+    ]
+    assert len(errors) == 75
+    assert sum(errors) / len(errors) < 0.086 and max(errors) < 0.215
 
 
 def test_the_form_is_read_from_the_bundle_and_alone_a_prompt_costs_its_cell() -> None:
