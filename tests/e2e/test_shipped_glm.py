@@ -12,8 +12,9 @@ from profiler.core.types import Category
 from profiler.timing import percentile
 
 CATEGORIES: tuple[Category, ...] = ("dense", "per_sequence", "attention", "indexer", "sparse_attention", "moe", "skew")
-# Tensor-parallel degrees, and positions of the longest request.
-MODELS = {"zai-org/GLM-5": ((1, 4, 8), 202_752), "zai-org/GLM-5.2": ((1, 2, 4, 8), 1_048_576)}
+DEGREES = (1, 2, 4, 8)
+# Positions of the longest request.
+MODELS = {"zai-org/GLM-5": 202_752, "zai-org/GLM-5.2": 1_048_576}
 # p90 as reached, of cells of 20 us and more: over repeats, and of leaving one out. Aims are 3 and 6 %.
 SPREAD = {"attention": 0.033, "indexer": 0.084, "sparse_attention": 0.053}
 LEFT_OUT = {"attention": 0.06, "indexer": 0.06, "sparse_attention": 0.06}
@@ -29,12 +30,12 @@ def bundle(request: pytest.FixtureRequest) -> Bundle:
 
 
 def test_every_degree_has_every_table(bundle: Bundle) -> None:
-    degrees, positions = MODELS[bundle.meta["model"]]
-    assert set(bundle.tables) == {(tp, category) for tp in degrees for category in CATEGORIES}
+    positions = MODELS[bundle.meta["model"]]
+    assert set(bundle.tables) == {(tp, category) for tp in DEGREES for category in CATEGORIES}
     assert set(bundle.tables[1, "moe"].columns["ep"]) == {1, 2, 4, 8, 16, 32}
-    for tp in degrees[1:]:
+    for tp in DEGREES[1:]:
         assert set(bundle.tables[tp, "moe"].columns["ep"]) == {1}
-    for tp in degrees:
+    for tp in DEGREES:
         for category in ("indexer", "sparse_attention"):
             columns = bundle.tables[tp, category].columns
             ends = zip(columns["prefill_chunk_tokens"], columns["prefill_context_tokens"], strict=True)
@@ -43,13 +44,19 @@ def test_every_degree_has_every_table(bundle: Bundle) -> None:
 
 
 def test_experts_were_timed_with_even_loads(bundle: Bundle) -> None:
-    for run in (one for name, one in bundle.meta["grid"].items() if name.startswith("run ")):
+    """Told of the 8,192 tokens that they were evened on; of others, 16,384 of them, in the later start of GLM-5's tp 2.
+    Of those the draw alone leaves 0.043."""
+    runs = {name: one for name, one in bundle.meta["grid"].items() if name.startswith("run ")}
+    others = [name for name, one in runs.items() if one["settings"]["expert_loads"]["tokens"] != 8_192]
+    assert others == (["run 2026-12-02T04:00:14Z tp2"] if bundle.meta["model"] == "zai-org/GLM-5" else [])
+    for name, run in runs.items():
         loads = run["settings"]["expert_loads"]
-        assert loads["routers"] >= 1 and loads["spread_after"] < 0.01 < loads["spread_before"]
+        assert loads["routers"] >= 1 and loads["spread_before"] < 0.12
+        assert loads["spread_after"] < (0.09 if name in others else 0.002)
 
 
 def test_tables_are_as_good_as_the_validation_says(bundle: Bundle) -> None:
-    for tp in MODELS[bundle.meta["model"]][0]:
+    for tp in DEGREES:
         for category, spread in SPREAD.items():
             quality = bundle.meta["grid"][f"tp{tp}/{category}"]["quality"]
             assert quality["leave_one_out"]["p90"] <= LEFT_OUT[category]
@@ -59,13 +66,34 @@ def test_tables_are_as_good_as_the_validation_says(bundle: Bundle) -> None:
 
 
 def test_both_models_take_as_long_where_they_have_the_same_kernels() -> None:
-    """One engine behind the other on one card: all kernels of both, each degree's cells of 10 us and more together."""
+    """One engine behind the other on one card, but for most of GLM-5's tp 2: all kernels of both, each degree's cells
+    of 10 us and more together."""
     found = compare(shipped("zai-org/GLM-5"), shipped("zai-org/GLM-5.2"), load_model("zai-org/GLM-5"))
-    for tp in (1, 4, 8):
+    for tp in DEGREES:
         ratios = [one.ratio for one in found if one.tp == tp and one.first_us >= 10]
         assert len(ratios) > 2000
         assert percentile(ratios, 50) == pytest.approx(1.0, abs=0.01)
         assert percentile(ratios, 10) > 0.97 and percentile(ratios, 90) < 1.06
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_two_visits_of_tp_2_leave_no_step(model: str) -> None:
+    """Cells of the earlier visit over the line through those of the later around them. GLM-5.2's are all of one."""
+    earlier = (8, 16, 17, 32, 33, 48, 64, 65, 96, 128, 129, 192, 256, 257, 384, 512)
+    columns = shipped(model).tables[2, "dense"].columns
+    curves: dict[str, dict[int, float]] = {}
+    for layer, tokens, us in zip(columns["layer"], columns["tokens"], columns["time_us"], strict=True):
+        curves.setdefault(str(layer), {})[int(tokens)] = float(us)
+    ratios = []
+    for curve in curves.values():
+        later = [tokens for tokens in curve if tokens not in (1, 2, 4, *earlier)]
+        for tokens in set(earlier) & set(curve):
+            low, high = max(n for n in later if n < tokens), min(n for n in later if n > tokens)
+            beside = curve[low] + (curve[high] - curve[low]) * (tokens - low) / (high - low)
+            ratios.append(curve[tokens] / beside)
+    assert len(ratios) == 464
+    assert percentile(ratios, 50) == pytest.approx(0.995, abs=0.002)
+    assert percentile(ratios, 10) > 0.94 and percentile(ratios, 90) < 1.04
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -82,7 +110,7 @@ def modules(tmp_path_factory: pytest.TempPathFactory) -> list[Ratio]:
 
 
 def test_decode_modules_miss_the_public_ones_by_a_constant(modules: list[Ratio]) -> None:
-    for tp, constant in ((1, 107), (4, 144), (8, 144)):
+    for tp, constant in ((1, 107), (2, 142), (4, 144), (8, 144)):
         own = [one for one in modules if one.tp == tp and one.phase == "decode"]
         large = [one.first_us - one.second_us for one in own if one.key[2] >= 8 and one.key[3] >= 4096]
         assert len(large) >= 34
@@ -94,4 +122,4 @@ def test_decode_modules_miss_the_public_ones_by_a_constant(modules: list[Ratio])
 
 def test_long_prefill_modules_agree_with_the_public_ones(modules: list[Ratio]) -> None:
     long = [one.ratio for one in modules if one.phase == "prefill" and one.key[0] >= 8192]
-    assert len(long) == 105 and min(long) > 0.83 and max(long) < 1.09
+    assert len(long) == 140 and min(long) > 0.83 and max(long) < 1.09
