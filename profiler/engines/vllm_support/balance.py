@@ -30,19 +30,24 @@ def balance(model: Any, moe: MoeDims, run: Callable[[], object]) -> dict[str, fl
     router with a bias was run.
     """
     spreads: list[float] = []
+    tried: list[list[Any]] = []
     for step in range(_ROUNDS + 1):
         seen = _logits(model, run)
         if not seen:
             raise AcquisitionError("no router with a correction bias ran, so loads are not evened")
         spreads.append(sum(spread_of_loads(logits, moe, bias.float()) for bias, logits in seen) / len(seen))
+        tried.append([bias.detach().clone() for bias, _ in seen])
         if step < _ROUNDS:
             for bias, logits in seen:
                 bias.data.copy_(even_bias(logits, moe, bias))
+    least = min(spreads)
+    for (bias, _), kept in zip(seen, tried[spreads.index(least)], strict=True):
+        bias.data.copy_(kept)
     return {
         "routers": len(seen),
         "tokens": seen[0][1].shape[0],
         "spread_before": round(spreads[0], 4),
-        "spread_after": round(spreads[-1], 4),
+        "spread_after": round(least, 4),
     }
 
 
