@@ -113,11 +113,11 @@ def _held_from_load(step: Step) -> list[Buffer]:
     spec = step.spec
     if spec.mla is None:
         return []
-    tables = 1 if spec.indexer is None else 2
     rotary = Buffer(
         "rotary_tables",
-        tables * spec.max_position * spec.mla.qk_rope_head_dim * 4,
-        "cosines and sines of every position in fp32, one table each for attention and indexer",
+        spec.mla.rotary_tables * spec.max_position * spec.mla.qk_rope_head_dim * spec.mla.rotary_bytes,
+        "cosines and sines of every position, in fp32 where positions are scaled; a table for the indexer where it "
+        "rotates other halves than the attention",
     )
     if spec.indexer is None:
         return [rotary]

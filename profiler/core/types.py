@@ -30,13 +30,19 @@ class LayerKind:
 
 @dataclass(frozen=True, slots=True)
 class MlaDims:
-    """Multi-head latent attention. q_lora_rank is None where queries are projected directly."""
+    """Multi-head latent attention. q_lora_rank is None where queries are projected directly.
+
+    rotary_tables: tables of cosines and sines that the engine keeps, one more where the indexer rotates its halves
+    otherwise than the attention does. rotary_bytes: per element of one.
+    """
 
     q_lora_rank: int | None
     kv_lora_rank: int
     qk_nope_head_dim: int
     qk_rope_head_dim: int
     v_head_dim: int
+    rotary_tables: int = 1
+    rotary_bytes: int = 2
 
     @property
     def latent_dim(self) -> int:

@@ -225,8 +225,8 @@ def engine_weights(
     redundant_experts: copies of experts of every layer (EPLB), over all ranks; a rank holds (experts + copies) / ep.
 
     Against the nominal view: embedding, head, router and norms in 2 bytes, fp8 block scales, the absorbed copies of
-    kv_b_proj, whole query, key-value and indexer down-projections on each tensor-parallel rank, the shared expert
-    on each data-parallel rank. Raises ConfigError for an illegal split.
+    an fp8 kv_b_proj, whole query, key-value and indexer down-projections on each tensor-parallel rank, the shared
+    expert on each data-parallel rank. Raises ConfigError for an illegal split.
     """
     stages = stage_weights(spec, parallel, mtp_layers=mtp_layers, redundant_experts=redundant_experts)
     return max(stages, key=lambda weights: weights.total_bytes)
@@ -259,12 +259,16 @@ def _hold(groups: dict[Group, int], spec: ModelSpec, matrices: Iterable[Matrix],
 
 
 def held_bytes(spec: ModelSpec, matrix: Matrix) -> int:
-    """Bytes of a matrix on the card, the fp32 scale of each block of an fp8 weight included."""
+    """Bytes of a matrix on the card, the fp32 scale of each block of an fp8 weight included; none of a copy that the
+    engine makes of fp8 weights alone."""
     quantization = spec.quantization
     if matrix.held == "gate":
         return matrix.parameters * (spec.moe.gate_bytes if spec.moe else 2)
     if matrix.held == "fp32":
         return matrix.parameters * 4
+    if not matrix.stored and quantization.weights in ("bf16", "fp16"):
+        # Halves of a weight that the engine multiplies by as it is are views of it.
+        return 0
     if matrix.held == "wide":
         return matrix.parameters * _WIDE_BYTES[quantization.weights]
     scales = 0

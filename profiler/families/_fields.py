@@ -99,6 +99,16 @@ def quantization(config: Mapping[str, Any], text: Fields) -> Quantization:
     return Quantization("fp8", (block[0], block[1]))
 
 
+def _is_scaled(text: Fields) -> bool:
+    """Whether positions are scaled (yarn): vLLM 0.26 keeps the tables of these classes in fp32 and plain ones in the
+    dtype of activations (model_executor/layers/rotary_embedding)."""
+    for key in ("rope_parameters", "rope_scaling"):
+        if text.has(key):
+            section = text.section(key)
+            return (section.text("rope_type") or section.text("type") or "default") != "default"
+    return False
+
+
 def mla_dims(text: Fields) -> MlaDims:
     dims = MlaDims(
         q_lora_rank=text.integer("q_lora_rank") if text.has("q_lora_rank") else None,
@@ -106,6 +116,8 @@ def mla_dims(text: Fields) -> MlaDims:
         qk_nope_head_dim=text.integer("qk_nope_head_dim"),
         qk_rope_head_dim=text.integer("qk_rope_head_dim"),
         v_head_dim=text.integer("v_head_dim"),
+        rotary_tables=2 if text.has("index_topk") and not text.boolean("indexer_rope_interleave", False) else 1,
+        rotary_bytes=4 if _is_scaled(text) else 2,
     )
     stated = text.integer("qk_head_dim", default=dims.qk_nope_head_dim + dims.qk_rope_head_dim)
     if stated != dims.qk_nope_head_dim + dims.qk_rope_head_dim:

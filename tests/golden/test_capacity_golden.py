@@ -4,7 +4,9 @@ Given the available KV memory that a log prints to two digits, the logged number
 blocks of that figure -0.005 and +0.005 GiB. Sources: docs/guide/kv-shapes.md.
 """
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from profiler.core.stack import shrunk_layers
 from profiler.core.types import ModelSpec, Parallel
 from serving.capacity import Budget, memory_budget
 
+RECORDED = Path(__file__).resolve().parents[1] / "recorded" / "H200"
 GLM51 = "zai-org/GLM-5-FP8"
 GLM52, M3, V32 = "zai-org/GLM-5.2", "MiniMaxAI/MiniMax-M3", "deepseek-ai/DeepSeek-V3.2-Exp"
 
@@ -141,6 +144,29 @@ def divided(spec: ModelSpec, tp: int) -> ModelSpec:
         vocab=spec.vocab // tp,
         moe=moe,
     )
+
+
+@pytest.mark.parametrize(
+    ("recording", "model", "layers", "weights", "without_formula"),
+    [
+        # A million positions, and weights in bf16: a table of 0.5 GiB and copies of 0.19 GiB would show.
+        ("GLM-5.2-7L", "zai-org/GLM-5.2", 7, 79.555, 0.05),
+        ("GLM-5-FP8-6L", "zai-org/GLM-5-FP8", 6, 32.602, 0.08),
+        ("DeepSeek-V3.2-Exp-6L", "deepseek-ai/DeepSeek-V3.2-Exp", 6, 37.702, 0.08),
+    ],
+)
+def test_weights_of_recorded_engines(
+    recording: str, model: str, layers: int, weights: float, without_formula: float
+) -> None:
+    """What vLLM 0.26 said it loaded on one H200, against weights, buffer of selected tokens and rotary tables."""
+    engine = json.loads((RECORDED / recording / "graphs-mixed" / "vllm" / "engine.json").read_text())
+    assert engine["memory_gib"]["weights"] == pytest.approx(weights, abs=0.001)
+    spec = load_model(model)
+    short = replace(spec, layers=spec.layers[:layers])
+    budget = memory_budget(
+        short, load_hardware("H200"), Parallel(), max_model_len=135_168, max_num_batched_tokens=8_192, max_num_seqs=64
+    )
+    assert 0 < engine["memory_gib"]["weights"] - loaded(budget) < without_formula
 
 
 @pytest.mark.parametrize(

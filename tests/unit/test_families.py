@@ -18,8 +18,10 @@ def changed(name: str, **fields: Any) -> dict[str, Any]:
 def test_dimensions_of_the_sparse_models() -> None:
     v32, glm, m3 = load_model(V32), load_model("zai-org/GLM-5"), load_model(M3)
     assert (v32.hidden, v32.num_heads, v32.vocab, v32.max_position) == (7168, 128, 129280, 163840)
-    assert v32.mla == MlaDims(1536, 512, 128, 64, 128)
+    # vLLM rotates V3.2's positions by yarn, from fp32 tables, and its indexer's otherwise than its attention's.
+    assert v32.mla == MlaDims(1536, 512, 128, 64, 128, rotary_tables=2, rotary_bytes=4)
     assert glm.mla == MlaDims(2048, 512, 192, 64, 256), "the head_dim field of GLM is the rotary width"
+    assert load_model("deepseek-ai/DeepSeek-V3").mla == MlaDims(1536, 512, 128, 64, 128, rotary_bytes=4)
     assert v32.indexer == IndexerDims(64, 128, 2048)
     assert glm.indexer == IndexerDims(32, 128, 2048)
     assert m3.indexer == IndexerDims(4, 128, 16, 128)
