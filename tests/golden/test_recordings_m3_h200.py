@@ -1,33 +1,33 @@
 """Replays against recordings of MiniMax-M3 on one H200, with the host's times of each (see docs/validation.md).
 
-Bounds say what was reached. Decode steps of 30 to 45 requests are up to 7 % short: each cell of the experts is of one
-pass, and so of one draw of their routing.
+Bounds say what was reached. Decode steps are 1 to 2 % long at nearly every number of requests: the tables are of
+another card, and of as many experts as independent tokens reach.
 """
 
 from pathlib import Path
 from statistics import median
 
 import pytest
-from recorded_runs import check_blocks, check_errors, check_preemptions, of
+from recorded_runs import check_blocks, check_decode_steps, check_errors, check_preemptions, of
 
 from serving.recording.validate import Validation
 
 RECORDED = Path(__file__).resolve().parents[1] / "recorded" / "H200" / "MiniMax-M3-8L"
 # Bounds in per cent: mean TTFT, mean TPOT, median error of a step's device time, and of all their times summed.
 BOUNDS = {
-    "graphs-chat": (4.5, 3.5, 3.5, 2.0),
-    "graphs-mixed": (3.0, 4.0, 3.0, 2.0),
-    "graphs-saturated": (3.0, 2.5, 3.0, 2.5),
-    "graphs-prefixes": (9.5, 2.5, 3.0, 2.0),
-    "graphs-long": (8.5, 7.5, 3.0, 4.5),
-    "graphs-heldout": (3.0, 2.5, 3.0, 2.0),
-    "single-stream-mixed": (6.0, 6.0, 3.0, 2.5),
-    "piecewise-chat": (3.5, 3.0, 3.0, 2.0),
-    "piecewise-mixed": (6.0, 6.5, 3.0, 2.5),
+    "graphs-chat": (6.0, 4.0, 3.0, 3.0),
+    "graphs-mixed": (3.5, 2.5, 3.0, 2.0),
+    "graphs-saturated": (3.0, 2.0, 3.0, 2.0),
+    "graphs-prefixes": (11.0, 9.0, 3.0, 4.0),
+    "graphs-long": (5.0, 4.5, 3.0, 2.5),
+    "graphs-heldout": (4.0, 6.0, 3.0, 2.5),
+    "single-stream-mixed": (3.5, 2.0, 3.0, 2.0),
+    "piecewise-chat": (6.0, 5.0, 3.0, 3.0),
+    "piecewise-mixed": (3.0, 2.0, 3.0, 2.0),
     # Launched kernel by kernel, or with the host between any two steps: as noisy as the host.
-    "eager-chat": (3.0, 2.5, 8.0, 2.5),
-    "eager-mixed": (6.0, 3.5, 5.5, 2.0),
-    "sync-mixed": (7.0, 5.5, 3.5, 2.0),
+    "eager-chat": (6.0, 2.0, 8.0, 5.0),
+    "eager-mixed": (3.0, 2.0, 5.0, 2.0),
+    "sync-mixed": (3.0, 2.0, 5.0, 2.5),
 }
 
 
@@ -53,6 +53,10 @@ def test_decode_steps_of_few_requests_follow_the_padding(validated: dict[str, Va
                     errors.setdefault(step.tokens, []).append(100 * (step.device_us[1] / step.device_us[0] - 1))
     assert len(errors) == 14
     assert all(abs(median(found)) <= 3.5 for found in errors.values())
+
+
+def test_decode_steps_of_any_number_of_requests_take_as_long_as_priced(validated: dict[str, Validation]) -> None:
+    check_decode_steps([of(RECORDED / name, validated) for name in BOUNDS if name.startswith("graphs")], 3.0)
 
 
 def test_a_full_cache_preempts_as_often(validated: dict[str, Validation]) -> None:
