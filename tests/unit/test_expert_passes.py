@@ -1,5 +1,6 @@
 """All experts together (ep 1) as whole passes have them, beside the slices that were called alone."""
 
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -7,6 +8,8 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from profiling import SMALL, FakeEngine, each_component, small_root
 
 from profiler import acquire
@@ -26,6 +29,7 @@ from profiler.passes import (
     remaining_origin,
     with_passes,
 )
+from profiler.timing import spread_rel
 from profiler.visits import Latest
 
 LAYOUTS = {
@@ -176,8 +180,8 @@ def test_which_passes_count(tmp_path: Path) -> None:
     assert [(row.key, row.time_us) for row in found.rows] == [((1, 32, TOPK, 32 * TOPK), 200.0)]
     assert found.passes == {32: 3}
     # A chunk that this engine runs as a decode was not run dense, as its shot asks.
-    for settings in ({"mla_decode_threshold_tokens": 32}, {"dense_prefill": "never"}):
-        found = passes_of(tmp_path, shots, settings)
+    for asked in ({"mla_decode_threshold_tokens": 32}, {"dense_prefill": "never"}):
+        found = passes_of(tmp_path, shots, asked)
         assert [(row.time_us, found.passes[32]) for row in found.rows] == [(350.0, 2)]
 
 
@@ -331,11 +335,11 @@ def test_experts_that_passes_reached_stand_in_the_table_where_all_were_counted(t
     spec = load_model(SMALL, small_root(tmp_path))
     assert spec.moe is not None
     shots = {
-        Shot((), ((3, 0),)): 30.0,
+        Shot((), ((3, 4),)): 30.0,
         Shot((), ((3, 8),)): 36.0,
         Shot((), ((2, 0), (1, 5))): 99.0,
         Shot((), ((1, 5),) * 4): 40.0,
-        Shot((), ((4, 0),)): 44.0,
+        Shot((), ((4, 4),)): 44.0,
     }
     found = passes_of(tmp_path, shots, reached=(8.0, 9.5, 9.0, 11.0, None))
     assert found.reached == {3: 9.0}
@@ -346,8 +350,129 @@ def test_experts_that_passes_reached_stand_in_the_table_where_all_were_counted(t
     assert all_counted.reached == {3: 9.0, 4: 11.5}
     assert origin_of(all_counted, "run", "bf16")["activated_experts"].startswith("counted, median")
     # The dense path was not run, so neither its time nor its count says anything.
-    odd = {Shot((), ((3, 0),)): 30.0, Shot((), ((3, 0),), "dense"): 60.0}
+    odd = {Shot((), ((3, 4),)): 30.0, Shot((), ((3, 0),), "dense"): 60.0}
     assert passes_of(tmp_path, odd, {"dense_prefill": "never"}, (8.0, 2.0)).reached == {3: 8.0}
+
+
+@pytest.mark.parametrize("regime", ["sparse", "dense"])
+def test_a_prompt_with_nothing_behind_it_is_a_cell_only_of_one_token_or_where_all_experts_are_reached(
+    tmp_path: Path, regime: str
+) -> None:
+    assert 16 - expected(9) > 1 > 16 - expected(10)
+    alone = {Shot((), ((n, 0),), regime): 100.0 + n for n in (1, 2, 4, 9, 10, 64)}
+    assert passes_of(tmp_path, alone).passes == {1: 1, 10: 1, 64: 1}
+    # A count does not make one a cell.
+    assert passes_of(tmp_path, alone, reached=(4.0, 6.5, 10.0, 14.0, 14.5, 16.0)).passes.keys() == {1, 10, 64}
+    beside = {
+        Shot((), ((4, 1),), regime): 50.0,
+        Shot((), ((2, 0), (2, 0)), regime): 60.0,
+        Shot((), ((1, 9),) * 4): 70.0,
+    }
+    found = passes_of(tmp_path, {**alone, **beside})
+    assert found.passes == {1: 1, 4: 3, 10: 1, 64: 1}
+    assert [row.time_us for row in found.rows if row.key[1] == 4] == [60.0]
+
+
+def of_four(passes: Sequence[tuple[float, float]]) -> dict[Shot, float]:
+    """Passes of four decodes that take as long; passes: (experts reached, microseconds)."""
+    return {Shot((), ((1, 8 + index),) * 4): us for index, (_, us) in enumerate(passes)}
+
+
+def cell_of_four(tmp: Path, passes: Sequence[tuple[float, float]]) -> tuple[float, float, float, bool]:
+    """(experts, microseconds, spread) of their cell, and whether it is on a line."""
+    found = passes_of(tmp, of_four(passes), reached=[count for count, _ in passes])
+    moe = load_model(SMALL, small_root(tmp)).moe
+    assert moe is not None
+    ((_, _, tokens, experts, _, us, spread),) = found.cells(moe)
+    assert tokens == 4 and found.on_line <= {4}
+    return float(experts), float(us), float(spread), 4 in found.on_line
+
+
+PASS = st.tuples(st.integers(40, 64).map(lambda quarters: quarters / 4), st.floats(1_000.0, 1_500.0))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(PASS, min_size=1, max_size=9))
+def test_counted_passes_give_the_time_of_the_experts_expected(
+    tmp_path_factory: pytest.TempPathFactory, passes: list[tuple[float, float]]
+) -> None:
+    """By the median slope of all pairs of passes that reached different numbers of experts, never a negative one."""
+    aim = EXPERTS * (1 - (1 - TOPK / EXPERTS) ** 4)
+    counts = [count for count, _ in passes]
+    us = [time for _, time in passes]
+    inside = len(passes) >= 5 and min(counts) <= aim <= max(counts)
+    if inside:
+        slopes = []
+        for count, time in passes:
+            for other_count, other_time in passes:
+                if count != other_count:
+                    slopes.append((time - other_time) / (count - other_count))
+        slope = max(0.0, statistics.median(slopes))
+        us = [time - slope * (count - aim) for count, time in passes]
+    experts, found, spread, on_line = cell_of_four(tmp_path_factory.mktemp("small"), passes)
+    assert on_line is inside
+    assert experts == pytest.approx(aim if inside else statistics.median(counts), abs=0.006)
+    assert found == pytest.approx(statistics.median(us), rel=1e-4, abs=0.1)
+    if len(passes) > 1 and statistics.median(us) > 1.0:
+        assert spread == pytest.approx(spread_rel(us), rel=1e-3, abs=1e-3)
+
+
+def test_passes_whose_times_follow_their_experts_are_read_at_those_expected(tmp_path: Path) -> None:
+    counts = (8.5, 9.0, 9.5, 10.0, 13.0)
+    line = [(count, 100.0 + 25.0 * count) for count in counts]
+    aim = EXPERTS * (1 - (1 - TOPK / EXPERTS) ** 4)
+    assert cell_of_four(tmp_path, line) == (expected(4), pytest.approx(100.0 + 25.0 * aim, abs=0.01), 0.0, True)
+    # What is left of them beside the line is the spread; one that was slow by far does not turn the line.
+    slow = [*line[:2], (9.5, 900.0), *line[3:]]
+    experts, us, spread, _ = cell_of_four(tmp_path, slow)
+    assert (experts, us) == (expected(4), pytest.approx(100.0 + 25.0 * aim, abs=0.01))
+    left = [*(100.0 + 25.0 * aim for _ in range(4)), 900.0 + 25.0 * (aim - 9.5)]
+    assert spread == pytest.approx(spread_rel(left), abs=1e-3)
+
+
+@pytest.mark.parametrize("us", [(500.0, 500.0, 500.0, 500.0, 500.0), (540.0, 520.0, 500.0, 480.0, 460.0)])
+def test_passes_whose_times_do_not_follow_their_experts_keep_them(tmp_path: Path, us: Sequence[float]) -> None:
+    """As up to 8 tokens, where vLLM launches a block for every pair; fewer experts that take longer are chance."""
+    passes = list(zip((8.5, 9.0, 9.5, 10.0, 13.0), us, strict=True))
+    assert cell_of_four(tmp_path, passes) == (expected(4), 500.0, pytest.approx(spread_rel(us), abs=1e-4), True)
+    same = [(EXPERTS * (1 - (1 - TOPK / EXPERTS) ** 4), time) for time in us]
+    assert cell_of_four(tmp_path, same)[1:] == (500.0, pytest.approx(spread_rel(us), abs=1e-4), True)
+
+
+@pytest.mark.parametrize(
+    "counts", [(9.0, 10.0, 11.0, 12.0), (8.0, 9.0, 9.5, 10.0, 10.5), (11.0, 11.5, 12.0, 13.0, 14.0)]
+)
+def test_few_passes_or_ones_on_one_side_of_the_experts_expected_are_their_medians(
+    tmp_path: Path, counts: Sequence[float]
+) -> None:
+    us = [25.0 * count for count in counts]
+    found = cell_of_four(tmp_path, list(zip(counts, us, strict=True)))
+    middle = statistics.median(counts)
+    assert found == (middle, 25.0 * middle, pytest.approx(spread_rel(us), abs=1e-4), False)
+
+
+def test_a_bundle_says_which_cells_are_read_on_a_line(tmp_path: Path) -> None:
+    line = [(count, 25.0 * count) for count in (8.5, 9.0, 9.5, 12.0, 13.0)]
+    reached = [count for count, _ in line]
+    usual = "measured, median over the passes of as many tokens"
+
+    def texts(more: dict[Shot, float], counts: Sequence[float | None]) -> tuple[str, str]:
+        origin = origin_of(passes_of(tmp_path, of_four(line) | more, reached=[*reached, *counts]), "run", "bf16")
+        return origin["time_us"], origin["activated_experts"]
+
+    three, five = {Shot((), ((3, 4),)): 30.0}, {Shot((), ((5, 4),)): 50.0}
+    at = "{} of {} numbers of tokens at the experts expected, by the line through the passes"
+    computed = "computed, those expected of independent tokens"
+    assert texts({}, ()) == (f"{usual}; at {at.format(1, 1)}", computed)
+    assert texts(three, (None,)) == (f"{usual}; at {at.format(1, 2)}", computed)
+    some = "counted at 1 of {} numbers of tokens, computed at the others"
+    assert texts(three, (9.0,)) == (f"{usual}; at {at.format(1, 2)}", some.format(2))
+    assert texts(three | five, (9.0, None)) == (f"{usual}; at {at.format(1, 3)}", some.format(3))
+    alone = origin_of(passes_of(tmp_path, three, reached=(9.0,)), "run", "bf16")
+    assert (alone["time_us"], alone["activated_experts"]) == (
+        usual,
+        "counted, median over the passes of as many tokens",
+    )
 
 
 def test_a_draw_that_reached_more_than_the_passes_did_does_not_stand_beside_them() -> None:
