@@ -38,22 +38,25 @@ RUNS: Final = (
     _h200(
         "deepseek-ai/DeepSeek-V3.2-Exp",
         "DeepSeek-V3.2-Exp, six layers: chat, vLLM's default",
-        (-22.8, -27.6, -38.2, -18.5, -30.1, -16.9),
+        (-22.0, -27.7, -38.2, -18.0, -29.3, -16.4),
     ),
     _h200(
         "deepseek-ai/DeepSeek-V3.2-Exp",
         "DeepSeek-V3.2-Exp, six layers: mixed, vLLM's default",
-        (-9.0, 4.1, -26.6, -8.7, -14.3, -7.0),
+        (-8.9, 4.0, -12.5, -9.0, -13.4, -7.3),
     ),
     _h200(
-        "deepseek-ai/DeepSeek-V3.2-Exp", "DeepSeek-V3.2-Exp, six layers: heldout", (-9.2, -8.4, -0.6, -9.4, -21.0, -8.1)
+        "deepseek-ai/DeepSeek-V3.2-Exp", "DeepSeek-V3.2-Exp, six layers: heldout", (-8.3, -8.3, -0.6, -8.6, -18.3, -7.4)
     ),
-    _h200("zai-org/GLM-5-FP8", "GLM-5-FP8, six layers: chat, vLLM's default", (-1.9, -1.6, -42.4, 1.1, 6.0, 1.1)),
-    _h200("zai-org/GLM-5-FP8", "GLM-5-FP8, six layers: mixed", (-3.1, -1.3, -2.4, 1.6, 14.2, 0.1)),
-    _h200("zai-org/GLM-5-FP8", "GLM-5-FP8, six layers: heldout", (-16.8, -22.0, -3.1, -13.3, -23.3, -12.5)),
-    _h200("MiniMaxAI/MiniMax-M3", "MiniMax-M3, eight layers: chat", (8.8, 3.4, -9.8, -0.1, 0.7, 0.1)),
-    _h200("MiniMaxAI/MiniMax-M3", "MiniMax-M3, eight layers: mixed", (-2.4, -2.9, -4.2, -3.9, -4.3, -3.4)),
-    _h200("MiniMaxAI/MiniMax-M3", "MiniMax-M3, eight layers: heldout", (-3.5, 1.6, -2.1, -3.9, -8.8, -3.7)),
+    _h200("zai-org/GLM-5-FP8", "GLM-5-FP8, six layers: chat, vLLM's default", (-1.9, -1.3, -42.4, 2.6, 6.9, 2.3)),
+    _h200("zai-org/GLM-5-FP8", "GLM-5-FP8, six layers: mixed, vLLM's default", (-3.2, 17.9, -9.4, -2.6, -18.3, -2.0)),
+    _h200("zai-org/GLM-5-FP8", "GLM-5-FP8, six layers: heldout", (-17.1, -23.3, -3.1, -13.4, -23.3, -12.7)),
+    _h200("zai-org/GLM-5.2", "GLM-5.2, seven layers: chat, vLLM's default", (6.9, -1.2, -12.5, 3.3, 4.0, 3.4)),
+    _h200("zai-org/GLM-5.2", "GLM-5.2, seven layers: mixed, vLLM's default", (-9.4, -5.9, -13.4, -7.2, -8.4, -6.3)),
+    _h200("zai-org/GLM-5.2", "GLM-5.2, seven layers: heldout", (-6.5, -4.4, -7.1, -4.2, -2.4, -4.2)),
+    _h200("MiniMaxAI/MiniMax-M3", "MiniMax-M3, eight layers: chat", (10.9, 5.9, -8.8, 6.3, 7.3, 6.4)),
+    _h200("MiniMaxAI/MiniMax-M3", "MiniMax-M3, eight layers: mixed", (1.9, 1.6, -1.1, 2.3, -1.9, 2.3)),
+    _h200("MiniMaxAI/MiniMax-M3", "MiniMax-M3, eight layers: heldout", (3.2, 3.6, 0.1, 4.9, 2.6, 5.0)),
     Validated(
         "Llama-3.1-8B on RTX PRO 6000, vLLM 0.19.0",
         "meta-llama/Llama-3.1-8B",
