@@ -117,9 +117,9 @@ def experts_of_passes(measured: Latest, spec: ModelSpec, info: EngineInfo, bindi
 
     Where at least five passes were counted and those expected of independent tokens lie among their counts, the time
     is that of as many, by the line through the passes (`_at_expected`): their times follow the counts (MiniMax-M3 on an
-    H200: correlation 0.95 and more from 9 to 256 tokens, 24 to 28 us an expert), and up to 8 tokens, where vLLM
-    launches a block for every pair whichever expert it has, do not; the line is flat there by itself. The spread is
-    then that of what is left of the passes beside the line.
+    H200: correlation 0.97 and more from 9 to 192 tokens, 24 to 30 us an expert), and up to 8 tokens, where vLLM
+    launches a block for every pair whichever expert it has, hardly; the line is nearly flat there by itself. The
+    spread is then that of what is left of the passes beside the line.
     """
     moe = spec.moe
     if moe is None or not info.whole_forward:
@@ -140,10 +140,10 @@ def _of_kindred_tokens(shot: Shot, moe: MoeDims) -> bool:
     """Whether a pass reaches fewer experts than as many independent tokens: one prompt with no context behind it.
 
     With random weights its few tokens attend to one another alone, come out alike and pick alike: 3 to 10 % fewer
-    experts than expected in the mean of 4 to 130 tokens (at most 20), where prompts with a context are within 1 % but
-    for 2 at one degree, and decodes within 2 (MiniMax-M3 and GLM-5 on an H200, 128 and 256 experts). A count does not
-    mend that: the experts picked have more tiles each. No longer asked where less than one expert is expected to be
-    left out.
+    experts than expected in the mean of 5 to 130 tokens (at most 20), where prompts with a context are within 1 % but
+    for 2 at one degree, and decodes within 2 (MiniMax-M3 and GLM-5 on an H200, 128 and 256 experts;
+    tests/perf/experts_reached.py). A count does not mend that: the experts picked have more tiles each. No longer asked
+    where less than one expert is expected to be left out.
     """
     kindred = len(shot.requests) == 1 and shot.requests[0][1] == 0 and shot.new_tokens > 1
     return kindred and activated_experts(moe, 1, shot.new_tokens) < moe.num_experts - 1
