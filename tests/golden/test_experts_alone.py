@@ -57,5 +57,6 @@ def test_tiles_go_by_the_tokens_of_the_group(shots: list[Row]) -> None:
 
 
 def test_all_experts_together_take_in_a_pass_what_they_take_alone(shots: list[Row]) -> None:
+    """17 and 65 tokens have no pass but one of a prompt without context, whose draw is no average one."""
     ratios = [float(shot["in passes"]) for shot in shots if shot["in passes"] and int(shot["tokens"]) <= 512]
-    assert len(ratios) == 20 and 0.96 < median(ratios) < 0.99
+    assert len(ratios) == 18 and 0.965 < median(ratios) < 0.985

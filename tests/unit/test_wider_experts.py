@@ -91,9 +91,12 @@ def test_the_closest_ascending_numbers(values: list[float]) -> None:
 @pytest.mark.parametrize("model", TABLES)
 @pytest.mark.parametrize(("sources", "ep"), [((4, 8), 16), ((8, 16), 32)])
 def test_a_measured_degree_that_is_left_out_is_met(model: str, sources: tuple[int, int], ep: int) -> None:
-    """GLM's bf16 experts, which came after the rule, are met worse: eight take less than half of sixteen."""
+    """GLM's bf16 experts, which came after the rule, are met worse: eight take less than half of sixteen. MiniMax-M3's
+    were measured again after it, too."""
     middle, p90, _ = figures(errors(model, sources, ep))
-    most, most_p90 = (7, 36) if TABLES[model] == "bf16" and model.startswith("zai-org") else (5, 16)
+    most, most_p90 = (7, 36) if model.startswith("zai-org") else (5, 17)
+    if TABLES[model] == "fp8":
+        most, most_p90 = 4, 7
     assert middle < most
     assert p90 < most_p90
 
