@@ -12,6 +12,7 @@ from profiler.core.kv import kv_layout
 from profiler.core.paths import data_root, default_bundle_root
 from profiler.core.registry import load_model
 from profiler.core.types import Category, Parallel
+from profiler.passes import cells_of_passes
 from profiler.timing import percentile
 
 M3 = "MiniMaxAI/MiniMax-M3"
@@ -19,8 +20,12 @@ CLUSTERS = [data_root() / "configs" / "cluster" / f"h200-8x-minimax-m3-{name}.ya
 DEGREES = (1, 2, 4, 8)
 CATEGORIES: tuple[Category, ...] = ("dense", "per_sequence", "attention", "indexer", "sparse_attention", "moe", "skew")
 ATTENTION_LIKE: tuple[Category, ...] = ("attention", "indexer", "sparse_attention")
-# Of cells of 20 us and more, p90 over repeats, as reached: the aim of 3 % is missed.
-SPREAD = {"attention": 0.048, "indexer": 0.074, "sparse_attention": 0.047}
+# Of cells of 20 us and more, p90 over repeats at tp 1, 2, 4 and 8, as reached: the aim of 3 % is missed.
+SPREAD = {
+    "attention": (0.05, 0.038, 0.04, 0.035),
+    "indexer": (0.074, 0.052, 0.036, 0.027),
+    "sparse_attention": (0.052, 0.046, 0.039, 0.042),
+}
 
 
 @pytest.fixture(scope="module")
@@ -47,14 +52,15 @@ def test_every_degree_has_every_table(bundle: Bundle) -> None:
 def test_tables_are_as_good_as_the_validation_says(bundle: Bundle, tp: int, category: Category) -> None:
     quality = bundle.meta["grid"][f"tp{tp}/{category}"]["quality"]
     assert quality["leave_one_out"]["p50"] <= 0.02 and quality["leave_one_out"]["p90"] <= 0.06
-    assert quality["spread_from_20_us"]["p50"] <= 0.022 and quality["spread_from_20_us"]["p90"] <= SPREAD[category]
-    most = 0.015 if category == "indexer" else 0.01
+    spread = quality["spread_from_20_us"]
+    assert spread["p50"] <= 0.018 and spread["p90"] <= SPREAD[category][DEGREES.index(tp)]
+    most = 0.013 if category == "indexer" else 0.007
     assert quality["disorder"]["wrong"] <= most * quality["disorder"]["pairs"]
     assert quality["outliers"] == 0
 
 
 def test_only_short_selections_take_less_time_with_more_keys(bundle: Bundle) -> None:
-    """Why 0.8 to 1.5 % of the indexer's neighbours are out of order: launches of a few microseconds."""
+    """Why 1.0 to 1.3 % of the indexer's neighbours are out of order: launches of a few microseconds."""
     for tp in DEGREES:
         columns = bundle.tables[tp, "indexer"].columns
         rows: dict[tuple[object, ...], list[tuple[int, float]]] = {}
@@ -84,6 +90,38 @@ def test_one_index_head_takes_as_long_at_tp_4_as_at_tp_8(bundle: Bundle) -> None
     assert percentile(ratios, 10) > 0.93 and percentile(ratios, 90) < 1.02
 
 
+def all_experts(bundle: Bundle, tp: int) -> dict[int, tuple[float, float]]:
+    """tokens -> (experts reached, microseconds) of the even load of all experts (ep 1) in passes."""
+    (origin,) = bundle.meta["grid"][f"tp{tp}/moe"]["whole_passes"]
+    return {
+        int(cell[2]): (float(cell[3]), float(cell[5])) for cell in cells_of_passes(bundle.tables[tp, "moe"], [origin])
+    }
+
+
+@pytest.mark.parametrize("tp", DEGREES)
+def test_all_experts_are_of_many_passes_with_even_loads(bundle: Bundle, tp: int) -> None:
+    (origin,) = bundle.meta["grid"][f"tp{tp}/moe"]["whole_passes"]
+    passes = dict(zip(map(int, origin["tokens"].split()), map(int, origin["passes"].split()), strict=True))
+    assert all(passes[tokens] >= 13 for tokens in (9, 16, 24, 32, 33, 48, 64, 96, 128, 192, 256))
+    assert "by the line through the passes" in origin["time_us"] and "counted" in origin["activated_experts"]
+    loads = bundle.meta["grid"][origin["run"]]["settings"]["expert_loads"]
+    assert loads["spread_after"] < 0.083 < 0.55 < loads["spread_before"]
+
+
+@pytest.mark.parametrize("tp", DEGREES)
+def test_experts_take_longer_with_more_tokens_in_tiles_too(bundle: Bundle, tp: int) -> None:
+    """A batch that loads were evened on fills the tiles as no other does, and 8,192 tokens would be too fast."""
+    found = all_experts(bundle, tp)
+    seven, eight, nine = (found[tokens][1] for tokens in (7168, 8192, 9216))
+    assert 1.09 * seven < eight < 0.9 * nine
+
+
+def test_an_expert_of_a_pass_takes_as_long_whichever_batch_of_few_tokens(bundle: Bundle) -> None:
+    found = all_experts(bundle, 1)
+    each = [us / reached for tokens, (reached, us) in found.items() if 9 <= tokens <= 64]
+    assert len(each) == 8 and min(each) > 25.1 and max(each) < 25.8
+
+
 @pytest.mark.parametrize("path", CLUSTERS, ids=lambda path: path.stem)
 @pytest.mark.parametrize(
     "batch",
@@ -104,23 +142,22 @@ def modules(bundle: Bundle, tmp_path_factory: pytest.TempPathFactory) -> list[Ra
 
 
 def test_decode_modules_agree_with_the_public_ones(modules: list[Ratio]) -> None:
-    for tp, low, high in ((1, 0.90, 1.0), (2, 0.91, 1.02), (4, 0.95, 1.02), (8, 0.89, 1.07)):
+    for tp, low, high in ((1, 0.92, 1.03), (2, 0.92, 1.02), (4, 0.97, 1.02), (8, 0.90, 1.06)):
         own = [one for one in modules if one.tp == tp and one.phase == "decode"]
         large = [one.ratio for one in own if one.key[2] >= 8 and one.key[3] >= 4096]
         assert len(large) >= 35 and low < min(large) and max(large) < high
-        assert 0.96 < percentile(large, 50) < 1.0
+        assert 0.98 < percentile(large, 50) < 1.01
     (named,) = [one for one in modules if one.tp == 8 and one.key[:4] == (0, 0, 128, 131_072)]
-    assert named.first_us == pytest.approx(1063, abs=0.5) and named.second_us == pytest.approx(1026, abs=2)
+    assert named.first_us == pytest.approx(1063, abs=0.5) and named.second_us == pytest.approx(1043.5, abs=2)
 
 
 def test_prefill_modules_agree_with_the_public_ones(modules: list[Ratio]) -> None:
-    """16,384 tokens at tp 1 ran at a clock that the power limit had lowered: the one beyond 25 %."""
-    for tp in DEGREES:
-        whole = {
-            int(one.key[0]): one.ratio
+    """Those of 4,096 tokens and more at tp 1 ran at a clock that the power limit had lowered: 10 to 25 % longer."""
+    for tp, middle, most in ((1, 1.11, 1.25), (2, 1.06, 1.14), (4, 1.03, 1.08), (8, 1.02, 1.04)):
+        whole = [
+            one.ratio
             for one in modules
             if one.tp == tp and one.phase == "prefill" and one.key[1] == 0 and one.key[0] >= 256
-        }
-        beyond = {tokens: ratio for tokens, ratio in whole.items() if not 0.95 < ratio < 1.25}
-        assert list(beyond) == ([16_384] if tp == 1 else [])
-        assert percentile(list(whole.values()), 50) < 1.08
+        ]
+        assert len(whole) >= 12 and min(whole) > 0.96 and max(whole) < most
+        assert 1.0 < percentile(whole, 50) < middle
