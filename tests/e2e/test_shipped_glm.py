@@ -96,6 +96,21 @@ def test_the_two_visits_of_tp_2_leave_no_step(model: str) -> None:
     assert percentile(ratios, 10) > 0.94 and percentile(ratios, 90) < 1.04
 
 
+@pytest.mark.parametrize(("tp", "most"), [(1, 0.022), (2, 0.016), (4, 0.045), (8, 0.052)])
+def test_experts_of_both_models_take_as_long_at_an_even_load(tp: int, most: float) -> None:
+    """Of up to 256 tokens, where a pass is a draw of the routing. GLM-5's of tp 2 alone were counted."""
+    even: list[dict[int, float]] = []
+    for model in MODELS:
+        columns = shipped(model).tables[tp, "moe"].columns
+        rows = zip(columns["ep"], columns["tokens"], columns["activated_experts"], columns["time_us"], strict=True)
+        # Of a number of tokens the one that reaches most experts is the last.
+        even.append({int(n): float(us) for ep, n, _, us in sorted(rows) if ep == 1 and int(n) <= 256})
+    ratios = [even[0][tokens] / even[1][tokens] for tokens in even[0]]
+    assert even[0].keys() == even[1].keys() and len(ratios) >= 34
+    assert percentile(ratios, 50) == pytest.approx(1.0, abs=0.006)
+    assert max(abs(ratio - 1) for ratio in ratios) < most
+
+
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("batch", ["32x4096", "256x4096", "1x200000", "1x8192@0", "1x1@500", "64x8192 1x2048@4096"])
 def test_steps_are_priced_and_none_beats_its_bound(model: str, batch: str) -> None:
