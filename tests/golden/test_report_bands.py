@@ -11,6 +11,7 @@ RECORDED = Path(__file__).resolve().parents[1] / "recorded" / "H200"
 FOLDERS = {
     "DeepSeek-V3.2-Exp, six": "DeepSeek-V3.2-Exp-6L",
     "GLM-5-FP8, six": "GLM-5-FP8-6L",
+    "GLM-5.2, seven": "GLM-5.2-7L",
     "MiniMax-M3": "MiniMax-M3-8L",
 }
 OURS = [run for run in RUNS if run.label]
