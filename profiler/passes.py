@@ -80,9 +80,9 @@ class ExpertPasses:
     """All experts of a rank (ep 1) in whole passes, ascending by tokens.
 
     rows: microseconds of one call, keyed by (ep, tokens, experts that one token reaches, pairs), which is the least
-    that such a pass has read. passes: how many passes stand behind each number of tokens. reached: experts that its
-    passes reached, where all of them were counted. on_line: numbers of tokens whose time is that of as many experts as
-    are expected, by the line through their passes.
+    that such a pass has read. passes: how many passes stand behind each number of tokens. on_line: numbers of tokens
+    whose time is that of as many experts as are expected, by the line through their passes. reached: of the others,
+    experts that the passes reached, where all of them were counted.
     """
 
     rows: tuple[Row, ...] = ()
@@ -96,8 +96,7 @@ class ExpertPasses:
         found: list[Cell] = []
         for row in self.rows:
             ep, tokens, _, pairs = (int(value) for value in row.key)
-            expected = activated_experts(moe, ep, tokens)
-            reached = round(expected if tokens in self.on_line else self.reached.get(tokens, expected), 2)
+            reached = round(self.reached.get(tokens, activated_experts(moe, ep, tokens)), 2)
             spread = round(row.spread_rel, 4)
             found.append((row.name, ep, tokens, reached, pairs, float(f"{row.time_us:.6g}"), spread))
         return found
@@ -113,7 +112,7 @@ def experts_of_passes(measured: Latest, spec: ModelSpec, info: EngineInfo, bindi
     and of 257 to 1,024 tokens both take the same within 0.2 %. Passes that ask for the dense path and run another are
     no cells (`profiler.bind.never_dense`). The spread is (p90 - p10) / median over the passes, of a single one that of
     its repeats. Experts reached are the median over the same passes, where all were counted. Passes whose draw is no
-    average one, and that were not counted, are no cells (`_of_kindred_tokens`).
+    average one are no cells (`_of_kindred_tokens`).
 
     Where at least five passes were counted and those expected of independent tokens lie among their counts, the time
     is that of as many, by the line through the passes (`_at_expected`): their times follow the counts (MiniMax-M3 on an
@@ -124,16 +123,29 @@ def experts_of_passes(measured: Latest, spec: ModelSpec, info: EngineInfo, bindi
     moe = spec.moe
     if moe is None or not info.whole_forward:
         return ExpertPasses()
-    names = names_of(spec, EXPERTS)
-    shots, ran = list(measured.shots), []
-    for index, result in measured.results.items():
-        shot = shots[index]
-        if shot.moe is None and result.failure is None and not _of_kindred_tokens(shot, moe):
+    wanted = [index for index in measured.results if not _of_kindred_tokens(measured.shots[index], moe)]
+    rows = expert_rows(measured, wanted, spec, info, binding)
+    counted = {index: measured.results[index].reached_experts for index in wanted}
+    return _joined(rows, counted, moe)
+
+
+def expert_rows(
+    measured: Latest, wanted: Iterable[int], spec: ModelSpec, info: EngineInfo, binding: Binding
+) -> Sequence[Row]:
+    """All experts of each whole pass among the shots of these numbers, a row each: keyed as `ExpertPasses.rows`.
+
+    Failed shots and those of experts alone give none. The model has experts.
+    """
+    moe = spec.moe
+    assert moe is not None
+    names, shots, ran = names_of(spec, EXPERTS), list(measured.shots), []
+    for index in wanted:
+        shot, result = shots[index], measured.results[index]
+        if shot.moe is None and result.failure is None:
             key = (1, shot.new_tokens, moe.topk, shot.new_tokens * moe.topk)
             shots[index] = replace(shot, fills=(Fill(EXPERTS, key, names),))
             ran.append(result)
-    counted = {one.shot_index: one.reached_experts for one in ran}
-    return _joined(bind(ran, shots, spec, info, binding).rows, counted, moe)
+    return bind(ran, shots, spec, info, binding).rows
 
 
 def _of_kindred_tokens(shot: Shot, moe: MoeDims) -> bool:
@@ -161,8 +173,10 @@ def _joined(rows: Iterable[Row], counted: Mapping[int, float | None], moe: MoeDi
         counts = [experts for row in own if (experts := counted[row.shot]) is not None]
         passes[tokens] = len(own)
         if len(counts) == len(own):
-            reached[tokens] = median(counts)
-            if (even := _at_expected(counts, times, activated_experts(moe, 1, tokens))) is not None:
+            even = _at_expected(counts, times, activated_experts(moe, 1, tokens))
+            if even is None:
+                reached[tokens] = median(counts)
+            else:
                 times = even
                 on_line.add(tokens)
         spread = spread_rel(times) if len(own) > 1 else own[0].spread_rel
@@ -234,12 +248,12 @@ def _how_timed(passes: ExpertPasses) -> str:
 
 
 def _how_counted(passes: ExpertPasses) -> str:
-    counted = passes.reached.keys() - passes.on_line
+    counted = len(passes.reached)
     if not counted:
         return "computed, those expected of independent tokens"
-    if len(counted) == len(passes.passes):
+    if counted == len(passes.passes):
         return "counted, median over the passes of as many tokens"
-    return f"counted at {len(counted)} of {len(passes.passes)} numbers of tokens, computed at the others"
+    return f"counted at {counted} of {len(passes.passes)} numbers of tokens, computed at the others"
 
 
 def remaining_origin(origin: Mapping[str, Any], newer: ExpertPasses) -> dict[str, Any]:

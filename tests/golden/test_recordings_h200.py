@@ -38,27 +38,27 @@ HOST = {
 
 
 @pytest.fixture(scope="module")
-def validated() -> dict[str, Validation]:
+def validated() -> dict[Path, Validation]:
     return {}
 
 
-def of(name: str, validated: dict[str, Validation]) -> Validation:
+def of(name: str, validated: dict[Path, Validation]) -> Validation:
     return recorded_runs.of(RECORDED / name, validated)
 
 
 @pytest.mark.parametrize("name", [*GRAPHS, *BY_PARTS, *HOST])
-def test_errors_stay_as_small_as_they_are(name: str, validated: dict[str, Validation]) -> None:
+def test_errors_stay_as_small_as_they_are(name: str, validated: dict[Path, Validation]) -> None:
     recorded_runs.check_errors(of(name, validated), (GRAPHS | BY_PARTS | HOST)[name])
 
 
 @pytest.mark.parametrize("name", [*GRAPHS, *BY_PARTS, *HOST])
-def test_blocks_are_the_engines(name: str, validated: dict[str, Validation]) -> None:
+def test_blocks_are_the_engines(name: str, validated: dict[Path, Validation]) -> None:
     recorded_runs.check_blocks(of(name, validated), 2.0)
 
 
-def test_decode_steps_of_any_number_of_requests_take_as_long_as_priced(validated: dict[str, Validation]) -> None:
+def test_decode_steps_of_any_number_of_requests_take_as_long_as_priced(validated: dict[Path, Validation]) -> None:
     recorded_runs.check_decode_steps([of(name, validated) for name in GRAPHS if name.startswith("graphs")], 3.0)
 
 
-def test_a_full_cache_preempts_as_often(validated: dict[str, Validation]) -> None:
+def test_a_full_cache_preempts_as_often(validated: dict[Path, Validation]) -> None:
     recorded_runs.check_preemptions(of("graphs-saturated", validated), 13)

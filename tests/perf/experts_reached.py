@@ -13,7 +13,7 @@ import argparse
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import StatisticsError, correlation, linear_regression, mean, median
@@ -21,13 +21,11 @@ from statistics import StatisticsError, correlation, linear_regression, mean, me
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from profiler.bind import bind  # noqa: E402
 from profiler.core.even_load import activated_experts  # noqa: E402
 from profiler.core.registry import load_model  # noqa: E402
-from profiler.core.shots import Fill  # noqa: E402
 from profiler.core.types import ModelSpec  # noqa: E402
 from profiler.engines.base import find_binding  # noqa: E402
-from profiler.kernels._components import names_of  # noqa: E402
+from profiler.passes import expert_rows  # noqa: E402
 from profiler.samples import read_runs  # noqa: E402
 from profiler.visits import latest, one_engine  # noqa: E402
 
@@ -79,18 +77,10 @@ def counted(path: Path, spec: ModelSpec) -> Iterator[Pass]:
     runs = read_runs([path])
     info, measured, moe = one_engine(runs), latest(runs), spec.moe
     assert moe is not None
-    shots, ran = list(measured.shots), {}
-    for index, result in measured.results.items():
-        shot = shots[index]
-        if shot.moe is None and result.failure is None and result.reached_experts is not None:
-            key = (1, shot.new_tokens, moe.topk, shot.new_tokens * moe.topk)
-            shots[index] = replace(shot, fills=(Fill("moe", key, names_of(spec, "moe")),))
-            ran[index] = result
-    for row in bind(ran.values(), shots, spec, info, find_binding(info, "serving")).rows:
-        shot = shots[row.shot]
-        reached = ran[row.shot].reached_experts
-        assert reached is not None
-        yield Pass(shot.requests, reached, activated_experts(moe, 1, shot.new_tokens), row.time_us)
+    reached = {i: one.reached_experts for i, one in measured.results.items() if one.reached_experts is not None}
+    for row in expert_rows(measured, reached, spec, info, find_binding(info, "serving")):
+        shot = measured.shots[row.shot]
+        yield Pass(shot.requests, reached[row.shot], activated_experts(moe, 1, shot.new_tokens), row.time_us)
 
 
 def of_contexts(passes: Sequence[Pass]) -> Iterator[str]:
